@@ -1,0 +1,160 @@
+// reshape_and_cache and gather_cache: checks, then the backend's kernels.
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <utility>
+
+#include "backend.h"
+#include "bindings/arg.h"
+#include "bindings/device.h"
+#include "bindings/ops.h"
+#include "bindings/paged.h"
+#include "bindings/reader.h"
+
+namespace paged_attn {
+namespace {
+
+// Rows [num_tokens, num_kv_heads, head_dim].
+RowsView rows_view(const Arg& rows) {
+  return {.data = rows.data<void>(),
+          .seq_stride = 0,
+          .token_stride = rows.stride(0),
+          .head_stride = rows.stride(1)};
+}
+
+void check_rows(const Arg& rows, const Arg& leader) {
+  rows.require_on_device_of(leader);
+  rows.require(rows.rank() == 3, "be [num_tokens, num_kv_heads, head_dim], got ", rows.shape());
+  rows.require(rows.same_shape(leader), "have the shape of ", leader.name(), ", ", leader.shape(),
+               ", got ", rows.shape());
+  rows.require(rows.dtype() == leader.dtype(), "have the dtype of ", leader.name(), ", ",
+               dtype_name(leader.dtype()), ", got ", dtype_name(rows.dtype()));
+  rows.require_dense_rows();
+}
+
+void check_heads(const Arg& rows, const PagedShape& shape) {
+  rows.require(rows.size(1) == shape.num_kv_heads, "have key_cache's ", shape.num_kv_heads,
+               " KV heads, got ", rows.shape());
+}
+
+void check_slots(const Arg& slots, const PagedShape& shape) {
+  if (!device::checks_values()) return;
+  const Tensor host = device::to_host(slots.tensor());
+  const int64_t num_slots = shape.num_blocks * shape.block_size;
+  for (int64_t i = 0; i < slots.size(0); ++i) {
+    const int64_t slot = slots.index_at(host, i);
+    slots.require(slot < num_slots, "name slots of a pool of ", num_slots,
+                  " (negative ones are skipped), got ", slot, " at ", i);
+  }
+}
+
+}  // namespace
+
+void reshape_and_cache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
+  constexpr const char* op = "reshape_and_cache";
+  Reader in(stack);
+  const Arg key(op, "key", in.tensor());
+  const Arg value(op, "value", in.tensor());
+  Tensor key_cache = in.tensor();
+  Tensor value_cache = in.tensor();
+  const Arg slots(op, "slot_mapping", in.tensor());
+  ScaleArg k_scale{.name = "k_scale", .tensor = in.optional_tensor()};
+  ScaleArg v_scale{.name = "v_scale", .tensor = in.optional_tensor()};
+  k_scale.value = in.optional_float();
+  v_scale.value = in.optional_float();
+
+  const DType input_dtype = key.kernel_dtype(/*allow_8bit=*/false);
+  check_rows(key, key);
+  check_rows(value, key);
+  const Pools pools(op, std::move(key_cache), std::move(value_cache), key, key.size(2),
+                    key.dtype());
+  check_heads(key, pools.shape);
+  pools.key.require_no_overlap();
+  pools.value.require_no_overlap();
+  slots.require_on_device_of(key);
+  slots.require_index();
+  slots.require(slots.rank() == 1 && slots.size(0) <= key.size(0), "be [n] with n at most key's ",
+                key.size(0), " tokens, got ", slots.shape());
+  check_slots(slots, pools.shape);
+
+  CacheWriteParams params{.key = rows_view(key),
+                          .value = rows_view(value),
+                          .key_cache = pool_view(pools.key),
+                          .value_cache = pool_view(pools.value),
+                          .shape = pools.shape,
+                          .input_dtype = input_dtype,
+                          .kv_dtype = pools.dtype,
+                          .num_tokens = slots.size(0),
+                          .vector_aligned = pools.vector_aligned()};
+  params.k_scale = scale_view(k_scale, pools, key, ScaleUse::kCompute, &params.compute_k_scale);
+  params.v_scale = scale_view(v_scale, pools, key, ScaleUse::kCompute, &params.compute_v_scale);
+  if (params.num_tokens == 0) return;
+
+  const device::Scope scope(key.tensor());
+  const Tensor slot_mapping = as_contiguous_int64(slots);
+  params.slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr());
+  backend::write_cache(params, scope.stream());
+}
+
+void gather_cache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
+  constexpr const char* op = "gather_cache";
+  Reader in(stack);
+  const Arg key(op, "key", in.tensor());
+  const Arg value(op, "value", in.tensor());
+  Tensor key_cache = in.tensor();
+  Tensor value_cache = in.tensor();
+  Tensor block_tables = in.tensor();
+  const Tensor lens = in.tensor();
+  ScaleArg k_scale{.name = "k_scale", .tensor = in.optional_tensor()};
+  ScaleArg v_scale{.name = "v_scale", .tensor = in.optional_tensor()};
+  k_scale.value = in.optional_float();
+  v_scale.value = in.optional_float();
+
+  const DType output_dtype = key.kernel_dtype(/*allow_8bit=*/false);
+  check_rows(key, key);
+  check_rows(value, key);
+  // Any stored dtype can be gathered into any floating-point one.
+  const ScalarType stored = key_cache.scalar_type();
+  const Pools pools(op, std::move(key_cache), std::move(value_cache), key, key.size(2), stored);
+  check_heads(key, pools.shape);
+  key.require_no_overlap();
+  value.require_no_overlap();
+  const Arg lens_arg(op, "seq_lens", lens);
+  lens_arg.require(lens_arg.rank() == 1, "be [num_seqs], got ", lens_arg.shape());
+  const PagedSequences sequences(op, std::move(block_tables), lens, lens_arg.size(0), pools, key);
+  if (device::checks_values()) {
+    int64_t total = 0;
+    const Tensor host = device::to_host(lens);
+    for (int64_t i = 0; i < lens_arg.size(0); ++i) total += lens_arg.index_at(host, i);
+    key.require(total <= key.size(0), "have a row for each of the ", total,
+                " tokens in seq_lens, got ", key.shape());
+  }
+  GatherParams params{
+      .key = rows_view(key),
+      .value = rows_view(value),
+      .key_cache = pool_view(pools.key),
+      .value_cache = pool_view(pools.value),
+      .k_scale = scale_view(k_scale, pools, key, ScaleUse::kRead),
+      .v_scale = scale_view(v_scale, pools, key, ScaleUse::kRead),
+      .block_tables = sequences.tables,
+      .shape = pools.shape,
+      .kv_dtype = pools.dtype,
+      .output_dtype = output_dtype,
+      .num_tokens = key.size(0),
+      .num_seqs = lens_arg.size(0),
+      .vector_aligned = pools.vector_aligned(),
+  };
+  if (params.num_tokens == 0) return;
+
+  const device::Scope scope(key.tensor());
+  std::array<StableIValue, 3> cumsum{torch::stable::detail::from(lens),
+                                     torch::stable::detail::from(int64_t{0}),
+                                     torch::stable::detail::from(std::optional(ScalarType::Long))};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::cumsum", "", cumsum.data(), TORCH_ABI_VERSION));
+  const Tensor seq_ends = torch::stable::contiguous(torch::stable::detail::to<Tensor>(cumsum[0]));
+  params.seq_ends = static_cast<const int64_t*>(seq_ends.data_ptr());
+  backend::gather_cache(params, scope.stream());
+}
+
+}  // namespace paged_attn

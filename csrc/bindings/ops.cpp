@@ -1,0 +1,53 @@
+#include "bindings/ops.h"
+
+namespace paged_attn {
+namespace {
+
+struct Op {
+  const char* name;
+  const char* schema;
+  BoxedKernel* body;
+};
+
+// Every op writes into tensors that its caller gives and returns nothing, so none ever aliases an
+// input with an output, and what it mutates is plain from its schema.
+constexpr Op kOps[] = {
+    {"paged_attention",
+     "paged_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor query, Tensor key_cache, "
+     "Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_query_lens, "
+     "float? scale, bool causal, int? sliding_window, float? softcap, Tensor? alibi_slopes, "
+     "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float? k_scale_value, "
+     "float? v_scale_value, int? chunk_size) -> ()",
+     paged_attention},
+    {"merge_states",
+     "merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor out_a, Tensor lse_a, Tensor out_b, "
+     "Tensor lse_b) -> ()",
+     merge_states},
+    {"reshape_and_cache",
+     "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+     "Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale, float? k_scale_value, "
+     "float? v_scale_value) -> ()",
+     reshape_and_cache},
+    {"gather_cache",
+     "gather_cache(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, "
+     "Tensor block_tables, Tensor seq_lens, Tensor? k_scale, Tensor? v_scale, "
+     "float? k_scale_value, float? v_scale_value) -> ()",
+     gather_cache},
+    {"copy_blocks",
+     "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
+     copy_blocks},
+    {"swap_blocks", "swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()",
+     swap_blocks},
+};
+
+}  // namespace
+
+void define_ops(torch::stable::detail::StableLibrary& library) {
+  for (const Op& op : kOps) library.def(op.schema);
+}
+
+void implement_ops(torch::stable::detail::StableLibrary& library) {
+  for (const Op& op : kOps) library.impl(op.name, op.body);
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,160 @@
+"""How csrc/ becomes native libraries: finds the tools and writes build.ninja. Used by setup.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent
+NVCC_WHEELS = (
+    "nvidia-cuda-nvcc",
+    "nvidia-cuda-crt",
+    "nvidia-cuda-cccl",
+    "nvidia-cuda-runtime",
+    "nvidia-nvvm",
+)
+# The bindings that every library links; the others are named for the library they belong to.
+SHARED_BINDINGS = ("arg", "block_ops", "cache_ops", "ops", "paged", "paged_attention")
+ISA_FLAGS = {"portable": ""}
+if platform.machine() in ("x86_64", "AMD64"):
+    ISA_FLAGS |= {"avx2": "-mavx2 -mfma -mf16c", "avx512": "-march=x86-64-v4"}
+
+
+class BuildError(Exception):
+    """The build cannot start; the message says why and what to do."""
+
+
+def find_nvcc() -> Path | None:
+    """Returns the nvcc of CUDA_HOME, of PATH, or of NVIDIA's wheels."""
+    home = os.environ.get("CUDA_HOME")
+    on_path = shutil.which("nvcc")
+    wheels = [found for entry in sys.path for found in sorted(Path(entry).glob("nvidia/cu*"))]
+    candidates = [Path(home) / "bin" / "nvcc"] if home else []
+    candidates += [Path(on_path).resolve()] if on_path else []
+    candidates += [wheel / "bin" / "nvcc" for wheel in reversed(wheels)]
+    return next((nvcc for nvcc in candidates if nvcc.is_file()), None)
+
+
+def cuda_archs() -> list[int]:
+    """Returns the architectures to compile for: those asked for, the GPUs', or 80 and 90."""
+    asked = os.environ.get("PAGED_ATTN_CUDA_ARCHS", "")
+    archs = [arch.strip() for arch in asked.replace(",", ";").replace(".", "").split(";")]
+    archs = [arch for arch in archs if arch]
+    if not archs and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        printed = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        archs = [line.strip().replace(".", "") for line in printed.splitlines() if line.strip()]
+    if any(not arch.isdigit() for arch in archs):
+        raise BuildError(f"PAGED_ATTN_CUDA_ARCHS must be like '80;90', got {asked!r}")
+    return sorted({int(arch) for arch in archs}) or [80, 90]
+
+
+def torch_home() -> Path:
+    """Returns torch's folder: its headers and libtorch_cpu are all that the build needs of it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError(
+            "building needs torch >= 2.10, and there is none in this environment. Install it "
+            "first, or let pip bring it: leave out --no-build-isolation."
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def compile_steps(
+    sources: Sequence[Path], rule: str, prefix: str, flags: str = ""
+) -> tuple[list[str], list[str]]:
+    """Returns object names, and the ninja lines that compile `sources` into them."""
+    objects = [f"{prefix}/{source.parent.name}_{source.stem}.o" for source in sources]
+    lines = [
+        f"build {target}: {rule} {source}\n  flags = {flags}"
+        for target, source in zip(objects, sources, strict=True)
+    ]
+    return objects, lines
+
+
+def nvcc_flags(archs: Sequence[int], *, strict: bool) -> str:
+    """Returns nvcc's flags: machine code for each architecture, PTX for the newest."""
+    targets = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    targets.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+    flags = ["-std=c++20 -O3 --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibility=hidden"]
+    if strict:
+        flags.append("-Werror all-warnings -Xptxas --warn-on-spills,--warning-as-error")
+    return " ".join(flags + targets)
+
+
+def ninja_file(out: Path, nvcc: Path | None, *, strict: bool) -> str:
+    """Returns the text of build.ninja, which builds the libraries into `out`."""
+    return "\n".join(_ninja_lines(out, nvcc, strict=strict)) + "\n"
+
+
+def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]:
+    torch = torch_home()
+    warnings = "-Wall -Wextra -Wno-missing-field-initializers" + (" -Werror" if strict else "")
+    yield f"cxx = {os.environ.get('CXX', 'g++')} -std=c++20 -I{CSRC} -fPIC -fvisibility=hidden $"
+    yield f"  -fmacro-prefix-map={CSRC.parent}/= {warnings}"
+    yield f"torch = -isystem {torch}/include -DTORCH_TARGET_VERSION=0x020a000000000000"
+    yield from _rule("bindings", "$cxx -O2 $torch -MMD -MF $out.d -c $in -o $out $flags")
+    fast_math = "-fno-math-errno -fno-trapping-math"
+    yield from _rule("kernels", f"$cxx -O3 {fast_math} -MMD -MF $out.d -c $in -o $out $flags")
+    yield "rule link\n  command = $cxx -shared -Wl,--no-undefined -s $in -o $out $flags"
+
+    bindings = CSRC / "bindings"
+    shared, lines = compile_steps(
+        [bindings / f"{name}.cpp" for name in SHARED_BINDINGS], "bindings", "shared"
+    )
+    yield from lines
+    own = [bindings / "device_cpu.cpp", bindings / "register_cpu.cpp", CSRC / "cpu/backend.cpp"]
+    objects, lines = compile_steps(own, "bindings", "cpu")
+    yield from lines
+    for isa, flags in ISA_FLAGS.items():
+        level, lines = compile_steps(
+            [CSRC / "cpu/kernels.cpp"], "kernels", f"cpu/{isa}", f"{flags} -DPAGED_ATTN_ISA={isa}"
+        )
+        objects += level
+        yield from lines
+    libtorch = f"-L{torch}/lib -ltorch_cpu"
+    yield f"build {out}/libpaged_attn_cpu.so: link {' '.join(shared + objects)}"
+    yield f"  flags = {libtorch}"
+    if nvcc is None:
+        return
+
+    # nvcc knows where its headers and libraries are: it compiles the host side, and links.
+    command = f"{nvcc} {nvcc_flags(cuda_archs(), strict=strict)} -I{CSRC}"
+    yield from _rule("device", f"{command} -MD -MF $out.d -c $in -o $out $flags")
+    host = f"{nvcc} -std=c++20 -O2 -I{CSRC} -Xcompiler -fPIC,-fvisibility=hidden"
+    yield from _rule("host", f"{host} -MD -MF $out.d -c $in -o $out $flags")
+    yield f"rule cudalink\n  command = {nvcc} -shared -cudart static -Xlinker -s $in -o $out $flags"
+    own = [bindings / "device_cuda.cpp", bindings / "register_cuda.cpp"]
+    objects, lines = compile_steps(own, "bindings", "cuda")
+    yield from lines
+    for folder, pattern, rule in (("cuda", "*.cpp", "host"), ("kernels/inst", "*.cu", "device")):
+        more, lines = compile_steps(sorted((CSRC / folder).glob(pattern)), rule, "cuda")
+        objects += more
+        yield from lines
+    yield f"build {out}/libpaged_attn_cuda.so: cudalink {' '.join(shared + objects)}"
+    yield f"  flags = {libtorch}"
+
+
+def _rule(name: str, command: str) -> Iterator[str]:
+    yield f"rule {name}\n  command = {command}\n  depfile = $out.d\n  deps = gcc"
+
+
+def main() -> int:
+    """Answers what .ci/run asks: whether there is an nvcc, and which wheels bring one."""
+    if sys.argv[1:] == ["--nvcc-wheels"]:
+        print(" ".join(NVCC_WHEELS))
+        return 0
+    if sys.argv[1:] == ["--has-nvcc"]:
+        return 0 if find_nvcc() else 1
+    print("usage: build.py --has-nvcc | --nvcc-wheels", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+// backend.h on a CPU: picks the instruction-set level once, then calls its kernels.
+#include "backend.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace paged_attn {
+namespace {
+
+// The levels that this machine can run, best first.
+std::vector<const cpu::Kernels*> supported_levels() {
+  std::vector<const cpu::Kernels*> levels;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    levels.push_back(&cpu::avx512_kernels());
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    levels.push_back(&cpu::avx2_kernels());
+  }
+#endif
+  levels.push_back(&cpu::portable_kernels());
+  return levels;
+}
+
+const cpu::Kernels& choose_kernels() {
+  const std::vector<const cpu::Kernels*> levels = supported_levels();
+  const char* wanted = std::getenv("PAGED_ATTN_CPU_ISA");
+  if (wanted == nullptr || *wanted == '\0') return *levels.front();
+  std::string names;
+  for (const cpu::Kernels* level : levels) {
+    if (std::strcmp(level->isa, wanted) == 0) return *level;
+    names += names.empty() ? level->isa : std::string(", ") + level->isa;
+  }
+  throw std::runtime_error("paged_attn: PAGED_ATTN_CPU_ISA must be one of " + names +
+                           " on this machine, got " + wanted);
+}
+
+const cpu::Kernels& kernels() {
+  static const cpu::Kernels& chosen = choose_kernels();
+  return chosen;
+}
+
+void copy_block(const BlockRuns& runs, int64_t source, int64_t destination) {
+  char* base = reinterpret_cast<char*>(runs.address);
+  for (int64_t i = 0; i < runs.outer_count; ++i) {
+    for (int64_t j = 0; j < runs.inner_count; ++j) {
+      const int64_t offset = i * runs.outer_stride + j * runs.inner_stride;
+      std::memcpy(base + destination * runs.block_stride + offset,
+                  base + source * runs.block_stride + offset, runs.run_bytes);
+    }
+  }
+}
+
+}  // namespace
+
+namespace backend {
+
+// One thread walks a sequence from end to end, so a sequence is one chunk, and its bits do not
+// depend on the batch.
+ChunkPlan plan_chunks(const DecodeParams& /*params*/, int32_t /*requested*/) {
+  return {std::numeric_limits<int32_t>::max(), 1, false};
+}
+
+void decode(const DecodeParams& params, Stream /*stream*/) { kernels().decode(params); }
+void merge_states(const MergeParams& params, Stream /*stream*/) { kernels().merge_states(params); }
+void write_cache(const CacheWriteParams& params, Stream /*stream*/) {
+  kernels().write_cache(params);
+}
+void gather_cache(const GatherParams& params, Stream /*stream*/) { kernels().gather_cache(params); }
+
+void copy_blocks(const BlockCopyParams& params, Stream /*stream*/) {
+  cpu::parallel_for_each(params.num_pools * params.num_pairs, [&params](int64_t item) {
+    const int64_t* pair = params.pairs + item % params.num_pairs * 2;
+    copy_block(params.pools[item / params.num_pairs], pair[0], pair[1]);
+  });
+}
+
+}  // namespace backend
+}  // namespace paged_attn
+
+// The level in use, as PAGED_ATTN_CPU_ISA names it. Null if PAGED_ATTN_CPU_ISA is not valid here.
+extern "C" __attribute__((visibility("default"))) const char* paged_attn_cpu_isa() {
+  try {
+    return paged_attn::kernels().isa;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}

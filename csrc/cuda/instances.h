@@ -1,0 +1,30 @@
+// The kernels that kernels/inst/*.cu instantiate, as host code sees them. Each enqueues its kernel
+// on `stream` with num_ctas CTAs, any number from 1 on, and returns.
+#pragma once
+
+#include "params.h"
+
+struct CUstream_st;
+
+namespace paged_attn {
+
+using CudaStream = CUstream_st*;
+
+template <DType kQuery, DType kKv, int kVecs>
+void launch_decode_simt(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
+
+template <DType kQuery>
+void launch_combine_chunks(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
+
+template <DType kType>
+void launch_merge_states(const MergeParams& params, unsigned num_ctas, CudaStream stream);
+
+template <DType kInput, DType kKv>
+void launch_cache_write(const CacheWriteParams& params, unsigned num_ctas, CudaStream stream);
+
+template <DType kKv, DType kOutput>
+void launch_gather(const GatherParams& params, unsigned num_ctas, CudaStream stream);
+
+void launch_block_copy(const BlockCopyParams& params, unsigned num_ctas, CudaStream stream);
+
+}  // namespace paged_attn

@@ -1,0 +1,52 @@
+// Packing the rows of sequences one after another, dequantising on the way. One warp a row.
+#pragma once
+
+#include "device/dtype.cuh"
+#include "device/paged_kv.cuh"
+#include "device/ptx.cuh"
+#include "params.h"
+
+namespace paged_attn {
+
+inline constexpr int kGatherThreads = 128;
+inline constexpr int kGatherRows = kGatherThreads / ptx::kWarpSize;
+
+template <DType kKv, DType kOutput>
+__device__ void gather_row(const RowsView& rows, const PoolView& pool, const ScaleView& scale,
+                           const GatherParams& p, int64_t row, int64_t head) {
+  const GatheredToken token = p.token(row);
+  const int lane = threadIdx.x % ptx::kWarpSize;
+  for (int element = lane * kVector; element < p.shape.head_dim;
+       element += ptx::kWarpSize * kVector) {
+    float x[kVector] = {};
+    if (token.seq >= 0) {
+      const Slot slot = find_slot(p.block_tables, token.seq, token.position, p.shape.block_size);
+      load_row<kKv>(pool, slot, head, element, p.vector_aligned, x);
+      const float factor = scale_at(scale, slot, head);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[i] *= factor;
+    }
+    store_floats<kOutput>(rows.data, rows.row(0, row, head) + element, /*aligned=*/false, x);
+  }
+}
+
+template <DType kKv, DType kOutput>
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_kernel(const __grid_constant__ GatherParams p) {
+  const int64_t num_rows = p.num_tokens * p.shape.num_kv_heads;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kGatherRows;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kGatherRows) + threadIdx.x / ptx::kWarpSize;
+       i < num_rows; i += stride) {
+    const int64_t row = i / p.shape.num_kv_heads;
+    const int64_t head = i % p.shape.num_kv_heads;
+    gather_row<kKv, kOutput>(p.key, p.key_cache, p.k_scale, p, row, head);
+    gather_row<kKv, kOutput>(p.value, p.value_cache, p.v_scale, p, row, head);
+  }
+}
+
+template <DType kKv, DType kOutput>
+void launch_gather(const GatherParams& params, unsigned num_ctas, cudaStream_t stream) {
+  ptx::launch(gather_kernel<kKv, kOutput>, num_ctas, kGatherThreads, 0, stream, params);
+}
+
+}  // namespace paged_attn

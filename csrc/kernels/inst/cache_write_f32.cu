@@ -1,0 +1,14 @@
+#include "kernels/cache_write.cuh"
+
+namespace paged_attn {
+
+template void launch_cache_write<DType::kF32, DType::kF32>(const CacheWriteParams&, unsigned,
+                                                           cudaStream_t);
+template void launch_cache_write<DType::kF32, DType::kF8E4m3>(const CacheWriteParams&, unsigned,
+                                                              cudaStream_t);
+template void launch_cache_write<DType::kF32, DType::kF8E5m2>(const CacheWriteParams&, unsigned,
+                                                              cudaStream_t);
+template void launch_cache_write<DType::kF32, DType::kI8>(const CacheWriteParams&, unsigned,
+                                                          cudaStream_t);
+
+}  // namespace paged_attn

@@ -1,0 +1,272 @@
+// The contract between host and device code: plain structs, passed to kernels by value.
+//
+// Every pointer carries its shape; `?` marks one that may be null. Strides count elements, not
+// bytes; the last dimension always has stride 1. A "block" is a KV block, a "slot" is
+// block * block_size + offset, a "chunk" is a range of tokens of one sequence.
+#pragma once
+
+#include <cstdint>
+
+namespace paged_attn {
+
+enum class DType : int32_t { kF32, kF16, kBf16, kF8E4m3, kF8E5m2, kI8 };
+
+constexpr int element_size(DType dtype) {
+  return dtype == DType::kF32 ? 4 : dtype == DType::kF16 || dtype == DType::kBf16 ? 2 : 1;
+}
+
+constexpr bool is_8bit(DType dtype) { return element_size(dtype) == 1; }
+
+// The largest finite value of an 8-bit dtype: what a per-token scale maps the largest |x| to.
+constexpr float max_value(DType dtype) {
+  return dtype == DType::kF8E4m3 ? 448.f : dtype == DType::kF8E5m2 ? 57344.f : 127.f;
+}
+
+// All K or all V of one layer.
+struct PoolView {
+  void* data;  // [num_blocks, block_size, num_kv_heads, head_dim]
+  int64_t block_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+
+  constexpr int64_t row(int64_t block, int64_t token, int64_t head) const {
+    return block * block_stride + token * token_stride + head * head_stride;
+  }
+};
+
+// value = stored * scale. All three kinds of scale are this view: per tensor has three zero
+// strides, per head only a head stride; without `data` the scale is `value` everywhere.
+struct ScaleView {
+  float* data;  // ? [num_blocks, block_size, num_kv_heads]
+  float value;
+  int64_t block_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+
+  constexpr int64_t index(int64_t block, int64_t token, int64_t head) const {
+    return block * block_stride + token * token_stride + head * head_stride;
+  }
+  constexpr float at(int64_t block, int64_t token, int64_t head) const {
+    return data == nullptr ? value : data[index(block, token, head)];
+  }
+};
+
+// Rows of query, key, value or output: [num_seqs, query_len, num_heads, head_dim]; with
+// cu_query_lens, or one token a sequence, [num_tokens, num_heads, head_dim] and seq_stride 0.
+struct RowsView {
+  void* data;
+  int64_t seq_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+
+  constexpr int64_t row(int64_t seq, int64_t token, int64_t head) const {
+    return seq * seq_stride + token * token_stride + head * head_stride;
+  }
+};
+
+struct BlockTables {
+  const int32_t* data;  // [num_seqs, max_blocks]
+  int64_t seq_stride;
+  int64_t block_stride;
+  int64_t max_blocks;
+
+  constexpr int64_t block(int64_t seq, int64_t index) const {
+    return data[seq * seq_stride + index * block_stride];
+  }
+};
+
+// Tokens [begin, end) of one sequence.
+struct TokenRange {
+  int64_t begin;
+  int64_t end;
+};
+
+// The keys that query token `index` of `query_len` sees in a sequence of seq_len tokens, the
+// query's own included. Queries are the last positions; one before the first token sees nothing
+// if causal. A window bounds the past alone.
+constexpr TokenRange visible_keys(int64_t seq_len, int64_t query_len, int64_t index, bool causal,
+                                  int32_t sliding_window) {
+  const int64_t position = seq_len - query_len + index;
+  const int64_t end = causal ? position + 1 : seq_len;
+  const int64_t oldest = sliding_window > 0 ? position + 1 - sliding_window : 0;
+  const int64_t begin = oldest > 0 ? oldest : 0;
+  return {begin, end > begin ? end : begin};
+}
+
+// What the entries of the pools mean, shared by every kernel that goes through a block table.
+struct PagedShape {
+  int64_t num_blocks;
+  int32_t block_size;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+};
+
+// A query token: its sequence, its place among the sequence's query tokens, and their number.
+// `seq` is -1 for a token that belongs to no sequence (padding after the last one).
+struct QueryToken {
+  int64_t seq;
+  int64_t index;
+  int64_t query_len;
+};
+
+// Paged attention of num_tokens query tokens, each with num_q_heads rows.
+struct DecodeParams {
+  RowsView query;
+  RowsView out;
+  float* lse;  // ? [num_tokens, num_q_heads], natural logarithm
+  PoolView key_cache;
+  PoolView value_cache;
+  ScaleView k_scale;
+  ScaleView v_scale;
+  BlockTables block_tables;
+  const int32_t* seq_lens;       // [num_seqs], the tokens of this call included
+  const int32_t* cu_query_lens;  // ? [num_seqs + 1]; null: query_len tokens each
+  const float* alibi_slopes;     // ? [num_q_heads]
+  const float* sinks;            // ? [num_q_heads]
+
+  PagedShape shape;
+  DType query_dtype;
+  DType kv_dtype;
+  int64_t num_tokens;
+  int64_t num_seqs;
+  int32_t query_len;
+  int32_t num_q_heads;
+  float scale;             // of query . key
+  float softcap;           // 0: off
+  int32_t sliding_window;  // visible keys, the query's own included; 0: off
+  bool causal;
+  bool vector_aligned;  // 8 elements of a pool row can be moved as whole vectors
+
+  // Split-KV: chunk c of a sequence is its tokens [c * chunk_size, (c + 1) * chunk_size).
+  // Without partial_out there is one chunk, the whole sequence, and rows go straight to `out`.
+  int32_t chunk_size;
+  int32_t max_chunks;
+  float* partial_out;  // ? [num_tokens, num_q_heads, max_chunks, head_dim], each normalised
+  float* partial_lse;  // ? [num_tokens, num_q_heads, max_chunks], natural logarithm
+
+  constexpr QueryToken query_token(int64_t token) const {
+    if (cu_query_lens == nullptr) return {token / query_len, token % query_len, query_len};
+    if (token >= cu_query_lens[num_seqs]) return {-1, 0, 0};
+    int64_t low = 0;  // the last sequence that starts at or before the token
+    for (int64_t high = num_seqs; high - low > 1;) {
+      const int64_t middle = (low + high) / 2;
+      (cu_query_lens[middle] <= token ? low : high) = middle;
+    }
+    const int64_t start = cu_query_lens[low];
+    return {low, token - start, cu_query_lens[low + 1] - start};
+  }
+
+  // The length of a sequence, kept within its table whatever a device tensor says.
+  constexpr int64_t seq_len(int64_t seq) const {
+    const int64_t capacity = block_tables.max_blocks * shape.block_size;
+    const int64_t length = seq_lens[seq];
+    return length < 0 ? 0 : length > capacity ? capacity : length;
+  }
+
+  // The visible keys of a query token; none for padding.
+  constexpr TokenRange visible(const QueryToken& token) const {
+    if (token.seq < 0) return {0, 0};
+    return visible_keys(seq_len(token.seq), token.query_len, token.index, causal, sliding_window);
+  }
+
+  // Rows of query and out are found the same way.
+  constexpr int64_t row(const RowsView& rows, int64_t token, int64_t head) const {
+    return rows.seq_stride == 0 ? rows.row(0, token, head)
+                                : rows.row(token / query_len, token % query_len, head);
+  }
+};
+
+// out = (out_a e^lse_a + out_b e^lse_b) / (e^lse_a + e^lse_b), row by row.
+struct MergeParams {
+  void* out;           // [num_rows, head_dim]
+  float* lse;          // [num_rows]
+  const void* out_a;   // [num_rows, head_dim]
+  const float* lse_a;  // [num_rows]
+  const void* out_b;   // [num_rows, head_dim]
+  const float* lse_b;  // [num_rows]
+  DType dtype;
+  int64_t num_rows;
+  int32_t head_dim;
+};
+
+// Writes num_tokens rows of key and value to their slots, quantising on the way.
+struct CacheWriteParams {
+  RowsView key;    // [num_tokens, num_kv_heads, head_dim]
+  RowsView value;  // [num_tokens, num_kv_heads, head_dim]
+  PoolView key_cache;
+  PoolView value_cache;
+  ScaleView k_scale;
+  ScaleView v_scale;
+  bool compute_k_scale;         // per token and head: computed here and written
+  bool compute_v_scale;         // per token and head: computed here and written
+  const int64_t* slot_mapping;  // [num_tokens]; negative: skip
+  PagedShape shape;
+  DType input_dtype;
+  DType kv_dtype;
+  int64_t num_tokens;
+  bool vector_aligned;
+};
+
+// Token `position` of sequence `seq`; seq is -1 for none.
+struct GatheredToken {
+  int64_t seq;
+  int64_t position;
+};
+
+// Packs the rows of sequences one after another, dequantising on the way.
+struct GatherParams {
+  RowsView key;    // [num_tokens, num_kv_heads, head_dim], contiguous
+  RowsView value;  // [num_tokens, num_kv_heads, head_dim], contiguous
+  PoolView key_cache;
+  PoolView value_cache;
+  ScaleView k_scale;
+  ScaleView v_scale;
+  BlockTables block_tables;
+  const int64_t* seq_ends;  // [num_seqs], inclusive prefix sums of the lengths
+  PagedShape shape;
+  DType kv_dtype;
+  DType output_dtype;
+  int64_t num_tokens;  // rows of key and value; those past the last sequence become 0
+  int64_t num_seqs;
+  bool vector_aligned;
+
+  // What belongs in a packed row: the first sequence that ends after it.
+  constexpr GatheredToken token(int64_t row) const {
+    int64_t low = 0;
+    for (int64_t high = num_seqs; low < high;) {
+      const int64_t middle = (low + high) / 2;
+      if (seq_ends[middle] > row) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    if (low == num_seqs) return {-1, 0};
+    const int64_t position = row - (low == 0 ? 0 : seq_ends[low - 1]);
+    const bool fits = position < block_tables.max_blocks * shape.block_size;
+    return {fits ? low : -1, position};
+  }
+};
+
+// The bytes of one block as two levels of equally spaced runs: run (i, j) of block b starts at
+// address + b * block_stride + i * outer_stride + j * inner_stride. All in bytes.
+struct BlockRuns {
+  int64_t address;  // of block 0
+  int64_t block_stride;
+  int64_t outer_count;
+  int64_t outer_stride;
+  int64_t inner_count;
+  int64_t inner_stride;
+  int64_t run_bytes;
+  int64_t vector_bytes;  // widest access that fits every run: 16, 8, 4, 2 or 1
+};
+
+// In each pool, and for each pair, block pair[1] becomes a copy of block pair[0].
+struct BlockCopyParams {
+  const BlockRuns* pools;  // [num_pools]
+  const int64_t* pairs;    // [num_pairs, 2] source, destination
+  int64_t num_pools;
+  int64_t num_pairs;
+};
+
+}  // namespace paged_attn

@@ -1,0 +1,198 @@
+"""Loads the native libraries and tells torch.compile what their ops do."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Scale = float | torch.Tensor | None
+
+_OP_NAMES = (
+    "paged_attention",
+    "merge_states",
+    "reshape_and_cache",
+    "gather_cache",
+    "copy_blocks",
+    "swap_blocks",
+)
+_DEBUG_VARIABLE = "PAGED_ATTN_DEBUG"
+
+
+def _native_folder() -> Path:
+    """Returns the folder of the native libraries.
+
+    It is this package's. In a source tree that was installed, but not in place, Python finds the
+    tree's package first; the libraries are then where pip put them.
+    """
+    here = Path(__file__).parent
+    if not (here / "libpaged_attn_cpu.so").is_file():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed = Path(str(metadata.distribution("paged-attn").locate_file("paged_attn")))
+            if (installed / "libpaged_attn_cpu.so").is_file():
+                return installed
+    return here
+
+
+def _library_path(kind: str) -> Path:
+    return _FOLDER / f"libpaged_attn_{kind}.so"
+
+
+def _read_build() -> dict[str, Any]:
+    path = _FOLDER / "_build.json"
+    built: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return built
+
+
+def _load(kind: str) -> ctypes.CDLL:
+    """Loads one library; its ops are registered when this returns."""
+    path = _library_path(kind)
+    try:
+        torch.ops.load_library(path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"paged_attn: {path.name}, built against torch {_BUILD.get('torch', 'unknown')}, does "
+            f"not load under torch {torch.__version__}: {error}"
+        ) from error
+
+
+def _load_cuda() -> tuple[ctypes.CDLL | None, str | None]:
+    """Returns the CUDA library, or None and the reason why there is none."""
+    if not _library_path("cuda").is_file():
+        return None, _BUILD.get("cuda_missing_because") or "it was not built"
+    if torch.version.cuda is None:
+        return None, f"torch {torch.__version__} has no CUDA"
+    try:
+        return _load("cuda"), None
+    except ImportError as error:
+        return None, str(error)
+
+
+def register_fakes(namespace: str) -> None:
+    """Registers the fake of every op: all write into their arguments and return nothing."""
+
+    def fake(*_args: object) -> None:
+        return None
+
+    for name in _OP_NAMES:
+        torch.library.register_fake(f"{namespace}::{name}", fake)
+
+
+def _explain_missing_cuda(reason: str) -> torch.library.Library:
+    """Makes each op say, for CUDA tensors, why it cannot run."""
+    library = torch.library.Library("paged_attn", "IMPL")
+    for name in _OP_NAMES:
+
+        def missing(*_args: object, name: str = name) -> None:
+            raise RuntimeError(f"{name}: the CUDA library of paged_attn is not loaded: {reason}")
+
+        library.impl(name, missing, "CUDA")
+    return library
+
+
+_FOLDER = _native_folder()
+_BUILD = _read_build()
+if not _library_path("cpu").is_file():
+    raise ImportError(
+        f"paged_attn: {_library_path('cpu')} is missing. Build it with `pip install .` in "
+        "the source folder."
+    )
+_CPU = _load("cpu")
+_CPU.paged_attn_cpu_isa.restype = ctypes.c_char_p
+_CUDA, _CUDA_MISSING = _load_cuda()
+register_fakes("paged_attn")
+_KEEP = _explain_missing_cuda(_CUDA_MISSING) if _CUDA_MISSING else None
+
+# The ops that paged_attn's functions call. Tests put another backend's here.
+lib: Any = torch.ops.paged_attn
+
+
+def set_debug(on: bool) -> None:
+    """Makes CUDA ops check table entries, slots and lengths, as CPU ops always do.
+
+    Each checked call waits for the device, so it cannot be captured in a CUDA graph. The
+    environment variable PAGED_ATTN_DEBUG=1 turns it on from the start.
+
+    Args:
+        on: True to check, False not to.
+    """
+    if _CUDA is not None:
+        _CUDA.paged_attn_set_debug(int(on))
+
+
+def split_scale(scale: Scale) -> tuple[torch.Tensor | None, float | None]:
+    """Returns a scale as the ops take it: a tensor or a float."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale, None
+    return None, float(scale)
+
+
+def _misfit() -> str | None:
+    """Says why the CUDA library cannot run on this machine's GPUs, if it cannot."""
+    if _CUDA is None or not torch.cuda.is_available():
+        return None
+    archs = [int(arch) for arch in _BUILD.get("cuda_archs", [])]
+    for device in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(device)
+        reason = arch_misfit(major, minor, archs)
+        if reason is not None:
+            return f"GPU {device}: {reason}"
+    return None
+
+
+def arch_misfit(major: int, minor: int, archs: list[int]) -> str | None:
+    """Says why code built for `archs` (80, 90, ...) does not run on a GPU of this capability.
+
+    Machine code runs on GPUs of the same major version and at least its minor version; PTX of the
+    newest architecture is compiled by the driver for any later GPU.
+
+    Args:
+        major: compute capability, major version.
+        minor: compute capability, minor version.
+        archs: what was built, each major * 10 + minor; PTX is there for the largest.
+
+    Returns:
+        None where it runs, else a sentence.
+    """
+    capability = major * 10 + minor
+    if any(arch // 10 == major and arch <= capability for arch in archs):
+        return None
+    if archs and max(archs) <= capability:
+        return None
+    built = ", ".join(str(arch) for arch in sorted(archs)) or "none"
+    return (
+        f"compute capability {major}.{minor} has no kernels: built for {built}. Rebuild with "
+        f"PAGED_ATTN_CUDA_ARCHS={capability}"
+    )
+
+
+def build_info() -> dict[str, Any]:
+    """Tells what was built, what is loaded, and why a part is missing.
+
+    Returns:
+        A dictionary with the keys `version`, `torch` and `torch_at_build` (versions),
+        `cpu_isa` (the instruction-set level in use: "avx512", "avx2" or "portable"), `cuda`
+        (whether the CUDA library is loaded), `cuda_archs` (what it was built for, 90 for sm_90),
+        and `cuda_problem` (why CUDA is missing or does not fit this machine's GPU, or None).
+    """
+    isa = _CPU.paged_attn_cpu_isa()
+    return {
+        "version": metadata.version("paged-attn"),
+        "torch": torch.__version__,
+        "torch_at_build": _BUILD.get("torch"),
+        "cpu_isa": isa.decode() if isa else None,
+        "cuda": _CUDA is not None,
+        "cuda_archs": _BUILD.get("cuda_archs", []),
+        "cuda_problem": _CUDA_MISSING or _misfit(),
+    }
+
+
+if os.environ.get(_DEBUG_VARIABLE, "0") not in ("", "0"):
+    set_debug(True)

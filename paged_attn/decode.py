@@ -1,0 +1,231 @@
+"""Attention of the newest tokens over a paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_attn import _ops
+from paged_attn._ops import Scale, split_scale
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How the sequences of a step are cut, made once by `plan_decode` and used by all layers.
+
+    Attributes:
+        num_q_heads: query heads it was made for.
+        num_kv_heads: KV heads it was made for.
+        head_dim: head dimension it was made for.
+        query_len: query tokens of a sequence; 0 where lengths differ.
+        chunk_size: tokens in one chunk of a sequence, or None where the kernel chooses.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_len: int
+    chunk_size: int | None
+
+
+def plan_decode(
+    seq_lens: Tensor,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    query_len: int = 1,
+    cu_query_lens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> DecodePlan:
+    """Plans the decode kernel's work for one step, for all layers of one shape.
+
+    Args:
+        seq_lens: [num_seqs] int32 or int64, lengths in tokens, those of this step included. Read on
+            the device only.
+        num_q_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: head dimension.
+        query_len: query tokens of each sequence.
+        cu_query_lens: [num_seqs + 1] int32, where the query is ragged; query_len is ignored then.
+        chunk_size: cut every sequence at multiples of this many tokens. A sequence's result then
+            has the same bits in any batch. None: the kernel cuts as suits the batch.
+
+    Returns:
+        The plan to give to `paged_attention`. It stays right when the contents of seq_lens change
+        (CUDA graph replay); it does not hold the tensor.
+
+    Raises:
+        ValueError: a head count, head dimension, query_len or chunk_size is not positive, or
+            num_q_heads is no multiple of num_kv_heads.
+    """
+    for name, count in (
+        ("num_q_heads", num_q_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+        ("query_len", query_len),
+        ("chunk_size", 1 if chunk_size is None else chunk_size),
+    ):
+        if count < 1:
+            raise ValueError(f"plan_decode: {name} must be at least 1, got {count}")
+    if num_q_heads % num_kv_heads != 0:
+        raise ValueError(
+            f"plan_decode: num_q_heads must be a multiple of num_kv_heads ({num_kv_heads}), "
+            f"got {num_q_heads}"
+        )
+    if seq_lens.dim() != 1:
+        raise ValueError(f"plan_decode: seq_lens must be [num_seqs], got {tuple(seq_lens.shape)}")
+    return DecodePlan(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        query_len=0 if cu_query_lens is not None else query_len,
+        chunk_size=chunk_size,
+    )
+
+
+def _check_plan(plan: DecodePlan, query: Tensor, key_cache: Tensor, ragged: bool) -> None:
+    query_len = 0 if ragged else query.shape[1] if query.dim() == 4 else 1
+    got = (query.shape[-2], key_cache.shape[2], query.shape[-1], query_len)
+    planned = (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.query_len)
+    if got != planned:
+        raise ValueError(
+            "paged_attention: plan must be made for this call's (num_q_heads, num_kv_heads, "
+            f"head_dim, query_len) {got}, got one for {planned}"
+        )
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    cu_query_lens: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    plan: DecodePlan | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of query tokens over keys and values found through block tables.
+
+    Row by row, softmax(score) V over the visible keys of the row's sequence, with
+    score = softcap(scale * q . k) + alibi (Vaswani et al. 2017, section 3.2.1; Kwon et al. 2023,
+    arXiv 2309.06180, section 4). The new tokens' own keys and values must be in the cache.
+
+    A query token i of n in a sequence of length L has position L - n + i: queries are the last
+    positions of their sequence. Causal, it sees the keys at and before its position; not causal,
+    all L.
+
+    Args:
+        query: [num_seqs, num_q_heads, head_dim], or [num_seqs, query_len, num_q_heads, head_dim],
+            or with cu_query_lens [num_tokens, num_q_heads, head_dim]. float16, bfloat16 or float32;
+            any strides but the last, which is 1. head_dim is a multiple of 8 up to 256, or 512.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], query's dtype, float8_e4m3fn,
+            float8_e5m2 or int8; any strides but the last. num_kv_heads divides num_q_heads; query
+            head h reads KV head h // (num_q_heads // num_kv_heads).
+        value_cache: as key_cache; its strides may differ.
+        block_tables: [num_seqs, max_blocks] int32 (int64 is converted), any strides. Entries past
+            ceil(seq_len / block_size) are never read.
+        seq_lens: [num_seqs] int32 (int64 is converted), tokens, those of this call included.
+            0 gives rows of 0.
+        cu_query_lens: [num_seqs + 1] int32 (int64 is converted): sequence s has the query tokens
+            [cu_query_lens[s], cu_query_lens[s + 1]). Tokens past the last are padding: rows of 0.
+        scale: factor of q . k; default head_dim ** -0.5.
+        causal: whether a query sees no key after its position.
+        sliding_window: number of visible keys up to the query's position, its own included; None
+            for all. Later keys, if not causal, are not bounded by it.
+        softcap: cap > 0: a score becomes cap * tanh(score / cap), before ALiBi and the mask.
+        alibi_slopes: [num_q_heads] float32: adds slope * (key position - query position).
+        sinks: [num_q_heads] float32: one more logit in the denominator, with no value; neither
+            scaled nor capped. It is part of the LSE.
+        k_scale: value = stored * scale: None (1; an error for int8), a float, or a float32 tensor
+            of shape [] or [num_kv_heads] or [num_blocks, block_size, num_kv_heads].
+        v_scale: as k_scale.
+        plan: from `plan_decode`, for calls of one step.
+        out: where to write the result: query's shape and dtype, any strides but the last.
+        return_lse: whether to return the log-sum-exp of the scores, too.
+
+    Returns:
+        out, or (out, lse) with lse float32 of query's shape without head_dim, natural logarithm.
+        A row that sees no key is 0, its lse -inf (or the sink, where there is one).
+
+    Raises:
+        RuntimeError: an argument does not fit; the message names it, and nothing was written. On
+            CPU lengths and used table entries are checked always, on CUDA in debug mode
+            (`paged_attn.set_debug`), else they are trusted.
+        ValueError: the plan was made for another shape.
+
+    Runs on the current stream of query's device and never waits for it; can be captured in a CUDA
+    graph and replayed with other lengths and tables. Same inputs give the same bits.
+    """
+    if plan is not None:
+        _check_plan(plan, query, key_cache, cu_query_lens is not None)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = None
+    if return_lse:
+        lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    k_tensor, k_float = split_scale(k_scale)
+    v_tensor, v_float = split_scale(v_scale)
+    _ops.lib.paged_attention(
+        out,
+        lse,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        cu_query_lens,
+        scale,
+        causal,
+        sliding_window,
+        softcap,
+        alibi_slopes,
+        sinks,
+        k_tensor,
+        v_tensor,
+        k_float,
+        v_float,
+        None if plan is None else plan.chunk_size,
+    )
+    return out if lse is None else (out, lse)
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merges the attention of the same queries over two disjoint sets of keys.
+
+    out = (out_a e^lse_a + out_b e^lse_b) / (e^lse_a + e^lse_b) and lse = ln(e^lse_a + e^lse_b)
+    (Dao et al. 2022, arXiv 2205.14135, section 3.1). A side with lse -inf counts for nothing and
+    its out is not read; two such sides give 0 and -inf.
+
+    Args:
+        out_a: [..., head_dim] float16, bfloat16 or float32.
+        lse_a: [...] float32, natural logarithm, as `paged_attention` returns it.
+        out_b: as out_a.
+        lse_b: as lse_a.
+
+    Returns:
+        (out, lse) of the same shapes and dtypes.
+
+    Raises:
+        RuntimeError: an argument does not fit; the message names it.
+
+    Runs on the current stream of out_a's device and never waits for it.
+    """
+    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
+    lse = torch.empty(lse_a.shape, dtype=torch.float32, device=lse_a.device)
+    _ops.lib.merge_states(out, lse, out_a, lse_a, out_b, lse_b)
+    return out, lse

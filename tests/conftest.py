@@ -1,0 +1,79 @@
+"""The `backend` fixture: every test that asks for it runs on the CPU, in the emulator and on CUDA.
+
+`--backend NAME` (repeatable) chooses; `--emulator-seed N` seeds the order in which the emulator
+runs CTAs and threads. `@pytest.mark.backends("cpu")` limits a test, `@pytest.mark.schedules` runs
+it in the emulator under every kind of schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import emulator
+import hypothesis
+import pytest
+from backends import BACKENDS, Backend, available, get_backend
+
+from paged_attn import _ops
+
+DEFAULT_SCHEDULE = "random"
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend", action="append", choices=BACKENDS, help="run only on this backend; repeatable"
+    )
+    parser.addoption("--emulator-seed", type=int, default=0, help="seed of the emulator's schedule")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "backends(*names): run on these backends only")
+    config.addinivalue_line("markers", "schedules: in the emulator, run under every schedule")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    chosen = config.getoption("--backend") or [name for name in BACKENDS if available(name)]
+    return f"backends: {', '.join(chosen)}; emulator seed: {config.getoption('--emulator-seed')}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" not in metafunc.fixturenames:
+        return
+    chosen = metafunc.config.getoption("--backend") or BACKENDS
+    limit = metafunc.definition.get_closest_marker("backends")
+    schedules = [DEFAULT_SCHEDULE]
+    if metafunc.definition.get_closest_marker("schedules") is not None:
+        schedules = list(emulator.SCHEDULES)
+    params = []
+    for name in chosen:
+        if limit is not None and name not in limit.args:
+            continue
+        if name == "emulator":
+            ids = {s: f"emulator-{s}" if len(schedules) > 1 else name for s in schedules}
+            params += [pytest.param((name, s), id=ids[s]) for s in schedules]
+            continue
+        missing = pytest.mark.skipif(not available(name), reason=f"no {name} here")
+        params.append(pytest.param((name, ""), id=name, marks=missing))
+    metafunc.parametrize("backend", params, indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """The backend under test; paged_attn's functions call its ops while the test runs."""
+    name, schedule = request.param
+    chosen = get_backend(name)
+    if name == "emulator":
+        emulator.configure(seed=request.config.getoption("--emulator-seed"), schedule=schedule)
+    monkeypatch.setattr(_ops, "lib", chosen.namespace)
+    yield chosen
+    chosen.set_checks(False)

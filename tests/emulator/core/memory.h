@@ -1,0 +1,62 @@
+// The memory map: device buffers and shared memory, each between inaccessible pages.
+//
+// A buffer ends at an inaccessible page, so that the first byte past its end faults. Its start is
+// aligned to 16 bytes; the bytes left over before it and, where the size is no multiple of 16,
+// after it hold a pattern that is compared after each launch and when the buffer is freed.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "error.h"
+
+namespace emu {
+
+inline constexpr size_t kBufferAlignment = 16;
+
+enum RegionFlags : uint32_t {
+  kReadOnly = 1u << 0,
+  kSharedMemory = 1u << 1,
+};
+
+struct Region {
+  std::string name;
+  unsigned char* data;
+  size_t size;
+  unsigned char* mapping;  // with both guards
+  size_t mapping_size;
+  unsigned char* pages;  // the accessible part
+  size_t pages_size;
+  uint32_t flags;
+};
+
+// Maps `size` bytes. They are uninitialised in the sense of CUDA: filled with 0xff, which reads as
+// NaN in every floating-point format and as -1 in every integer. Throws Error.
+Region* map_region(size_t size, const std::string& name, uint32_t flags);
+void unmap_region(Region* region);
+
+// Device buffers.
+void* allocate(size_t size, const char* name);
+void free(void* data);
+void set_read_only(void* data, bool read_only);
+
+// The region whose mapping, guards included, contains the address; null if none does.
+const Region* find_region(const void* address);
+
+// "12 bytes past the end of 'key_cache' (4096 bytes)"
+std::string describe(const void* address);
+
+// Throws Error if the pattern around a buffer, or around all device buffers, was written over.
+void check_canaries(const Region& region);
+void check_all_canaries();
+
+enum class Access { kRead, kWrite };
+
+// What ptx::load_global and ptx::store_global do before they touch memory: bounds, alignment,
+// permission. Addresses outside of the map pass: the host's own tensors. Every further check of an
+// access (races, uninitialised reads, counters) belongs here.
+void check_access(const void* address, size_t size, Access access, const Site& site);
+
+}  // namespace emu
