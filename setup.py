@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))
-import build as native  # noqa: E402
+import build_native as native  # noqa: E402
 
 WANT_CUDA = os.environ.get("PAGED_ATTN_CUDA", "")
 if WANT_CUDA not in ("", "0", "1"):
@@ -74,5 +74,5 @@ setup(
     ext_modules=[Extension("paged_attn.native", sources=[])],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel},
     # Under build isolation pip installs these: a CUDA build then needs nothing but pip.
-    setup_requires=native.NVCC_WHEELS if WANT_CUDA == "1" and not native.find_nvcc() else (),
+    setup_requires=list(native.NVCC_WHEELS) if WANT_CUDA == "1" and not native.find_nvcc() else [],
 )

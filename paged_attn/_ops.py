@@ -14,6 +14,8 @@ import torch
 
 Scale = float | torch.Tensor | None
 
+# Where torch's annotations fall short of strict checking.
+_torch: Any = torch
 _OP_NAMES = (
     "paged_attention",
     "merge_states",
@@ -54,7 +56,7 @@ def _load(kind: str) -> ctypes.CDLL:
     """Loads one library; its ops are registered when this returns."""
     path = _library_path(kind)
     try:
-        torch.ops.load_library(path)
+        _torch.ops.load_library(path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise ImportError(
@@ -87,13 +89,13 @@ def register_fakes(namespace: str) -> None:
 
 def _explain_missing_cuda(reason: str) -> torch.library.Library:
     """Makes each op say, for CUDA tensors, why it cannot run."""
-    library = torch.library.Library("paged_attn", "IMPL")
+    library: torch.library.Library = _torch.library.Library("paged_attn", "IMPL")
     for name in _OP_NAMES:
 
         def missing(*_args: object, name: str = name) -> None:
             raise RuntimeError(f"{name}: the CUDA library of paged_attn is not loaded: {reason}")
 
-        library.impl(name, missing, "CUDA")
+        _torch.library.Library.impl(library, name, missing, "CUDA")
     return library
 
 
@@ -132,6 +134,14 @@ def split_scale(scale: Scale) -> tuple[torch.Tensor | None, float | None]:
     if scale is None or isinstance(scale, torch.Tensor):
         return scale, None
     return None, float(scale)
+
+
+def _version() -> str | None:
+    """Returns the installed version; None where the libraries were built in place only."""
+    try:
+        return metadata.version("paged-attn")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _misfit() -> str | None:
@@ -184,7 +194,7 @@ def build_info() -> dict[str, Any]:
     """
     isa = _CPU.paged_attn_cpu_isa()
     return {
-        "version": metadata.version("paged-attn"),
+        "version": _version(),
         "torch": torch.__version__,
         "torch_at_build": _BUILD.get("torch"),
         "cpu_isa": isa.decode() if isa else None,

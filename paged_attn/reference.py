@@ -95,7 +95,10 @@ def paged_attention(
     )
     tokens = query.reshape(-1, *query.shape[-2:]).double()
     out = torch.zeros_like(tokens)
+    # What a row that sees no key has, padding too: the sink is a logit that is always visible.
     lse = torch.full_like(tokens[..., 0], -torch.inf)
+    if score.sinks is not None:
+        lse = lse.copy_(score.sinks)
 
     if cu_query_lens is not None:
         starts = cu_query_lens.tolist()
@@ -144,7 +147,9 @@ def _attend(
     weights = torch.exp(logits - maximum[:, None])
     denominator = weights.sum(dim=1)
     out = torch.einsum("ht,thd->hd", weights / denominator[:, None], seen_value)
-    return out, maximum + torch.log(denominator)
+    lse = maximum + torch.log(denominator)
+    nothing = maximum == -torch.inf  # a key of score -inf is as good as none
+    return out.masked_fill(nothing[:, None], 0), lse.masked_fill(nothing, -torch.inf)
 
 
 def _gather(

@@ -40,6 +40,9 @@ class TinyConfig:
     head_dim: int = 32
     mlp_dim: int = 512
     rope_base: float = 10000.0
+    # Factor of the scores: attention picks out few tokens, so that one wrong block of the cache
+    # shows in the text.
+    sharpness: float = 8.0
     seed: int = 0
 
     @property
@@ -167,7 +170,7 @@ class _Layer(nn.Module):
             for part in self.qkv(self.attention_norm(x)).split(self.qkv_sizes, dim=1)
         )
         cache.write(layer, _rotate(key, angles), value)
-        attended = cache.attend(layer, _rotate(query, angles))
+        attended = cache.attend(layer, _rotate(query * self.config.sharpness, angles))
         x = x + self.attention_out(attended.flatten(1))
         out: Tensor = x + self.mlp_out(functional.silu(self.mlp_in(self.mlp_norm(x))))
         return out
@@ -187,7 +190,7 @@ class TinyLM(nn.Module):
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.dim() == 2:
-                    # Logits, and the attention's scores, of a standard deviation about 1.
+                    # Logits, and scores before sharpness, of a standard deviation about 1.
                     parameter.normal_(std=config.hidden_dim**-0.5, generator=generator)
 
     @torch.no_grad()
@@ -219,7 +222,7 @@ class Sampling:
 
     num_samples: int = 4
     max_new_tokens: int = 64
-    temperature: float = 1.0
+    temperature: float = 0.5
     seed: int = 0
     chunk_size: int = 512  # prompt tokens a forward pass
 

@@ -17,6 +17,7 @@ from backends import BACKENDS, Backend, available, get_backend
 from paged_attn import _ops
 
 DEFAULT_SCHEDULE = "random"
+DEFAULT_SMS = 4
 
 hypothesis.settings.register_profile(
     "ci",
@@ -73,7 +74,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name, schedule = request.param
     chosen = get_backend(name)
     if name == "emulator":
-        emulator.configure(seed=request.config.getoption("--emulator-seed"), schedule=schedule)
+        seed = request.config.getoption("--emulator-seed")
+        emulator.configure(seed=seed, schedule=schedule, sms=DEFAULT_SMS)
     monkeypatch.setattr(_ops, "lib", chosen.namespace)
     yield chosen
     chosen.set_checks(False)

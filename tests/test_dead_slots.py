@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from backends import Backend
-from cases import attend
+from cases import attend, store_rows
 from support import DTYPE_PAIRS, attend_one, dtype_id, one_sequence, ramp
 from torch import Tensor
 
@@ -29,16 +29,15 @@ def test_nan_in_dead_slots(
 
 
 @pytest.mark.parametrize("poisoned", [INF, -INF])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2])
-def test_infinity_in_dead_slots(backend: Backend, dtype: torch.dtype, poisoned: float) -> None:
-    inputs = one_sequence([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float32, kv_dtype=dtype) if (
-        dtype == torch.float8_e5m2
-    ) else one_sequence([1.0, 2.0, 3.0, 4.0, 5.0], dtype=dtype)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.float8_e5m2], ids=str)
+def test_infinity_in_dead_slots(backend: Backend, kv_dtype: torch.dtype, poisoned: float) -> None:
+    dtype = torch.float32 if kv_dtype == torch.float8_e5m2 else kv_dtype
+    inputs = one_sequence([1.0, 2.0, 3.0, 4.0, 5.0], dtype=dtype, kv_dtype=kv_dtype)
+    live = torch.zeros(12 * 4, dtype=torch.bool)
+    live[[28, 29, 30, 31, 8]] = True  # blocks 7 and 2
+    dead = (~live).nonzero().flatten()
     for pool in (inputs.key_cache, inputs.value_cache):
-        dead = pool.float().isnan()
-        pool.view(torch.uint8 if dtype == torch.float8_e5m2 else dtype)[dead] = (
-            torch.tensor(poisoned).to(dtype).view(torch.uint8 if dtype == torch.float8_e5m2 else dtype)
-        )
+        store_rows(pool, dead, torch.full((len(dead), 1, 8), poisoned).to(kv_dtype))
     out, _ = attend(inputs.on(backend))
     assert out.flatten().tolist() == pytest.approx([3.0] * 8)
 

@@ -48,8 +48,8 @@ def contiguous_cache(max_len: int = 128) -> ContiguousCache:
     return ContiguousCache(CONFIG, max_len, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 16, 64])
-@pytest.mark.parametrize("prompt_len", [1, 32, 55])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize("prompt_len", [1, 55])
 @pytest.mark.parametrize("chunk_size", [5, 512])
 def test_tokens_are_identical(block_size: int, prompt_len: int, chunk_size: int) -> None:
     prompt = PROMPT[:prompt_len]
@@ -63,6 +63,19 @@ def test_a_missing_copy_on_write_changes_tokens(monkeypatch: pytest.MonkeyPatch)
     right = sample(contiguous_cache())
     monkeypatch.setattr(kv_cache, "copy_blocks", lambda *args: None)
     assert not torch.equal(sample(paged_cache()), right)
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_one_wrong_block_changes_every_sample(block: int) -> None:
+    class Damaged(PagedCache):
+        def fork(self, num_samples: int) -> None:
+            super().fork(num_samples)
+            for pool in self.pool.key_caches + self.pool.value_caches:
+                pool[block] = pool[(block + 1) % 3]
+
+    right = sample(contiguous_cache())
+    wrong = sample(Damaged(paged_cache().pool))
+    assert (wrong != right).any(dim=1).all()
 
 
 def test_samples_depend_on_their_seed_alone() -> None:
@@ -120,9 +133,9 @@ def test_command_line_with_a_file_longer_than_max_len(
     assert "prompt      80 tokens, then 2 samples of 20" in captured.out
 
 
-@pytest.mark.parametrize("prompt_len", [1, 15, 16, 17, 32])
+@pytest.mark.parametrize("prompt_len", [1, 16, 17])
 @pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("new_tokens", [1, 2, 17])
+@pytest.mark.parametrize("new_tokens", [1, 17])
 def test_the_pool_of_the_command_line_is_large_enough(
     tmp_path: Path, prompt_len: int, block_size: int, new_tokens: int
 ) -> None:
@@ -133,10 +146,12 @@ def test_the_pool_of_the_command_line_is_large_enough(
 
 
 def test_different_tokens_are_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"a short text that ends inside a block")
     monkeypatch.setattr(kv_cache, "copy_blocks", lambda *args: None)
-    assert main(["--max-new-tokens", "8"]) == 1
+    assert main([str(text), "--max-new-tokens", "16"]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 
 

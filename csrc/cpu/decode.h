@@ -24,13 +24,16 @@ inline float dot(const float* a, const float* b, int count) {
 }
 
 inline void accumulate(RowState& row, float score, const float* value, float v_scale, int count) {
-  const float max = larger(row.max, score);
-  const float keep = __builtin_expf(row.max - max);
-  const float weight = __builtin_expf(score - max);
-  row.max = max;
-  row.sum = row.sum * keep + weight;
+  if (score > row.max) {  // a new maximum: what was summed so far shrinks
+    const float keep = __builtin_expf(row.max - score);
+    row.max = score;
+    row.sum *= keep;
+    for (int i = 0; i < count; ++i) row.out[i] *= keep;
+  }
+  const float weight = __builtin_expf(score - row.max);
+  row.sum += weight;
   const float scaled = weight * v_scale;
-  for (int i = 0; i < count; ++i) row.out[i] = row.out[i] * keep + scaled * value[i];
+  for (int i = 0; i < count; ++i) row.out[i] += scaled * value[i];
 }
 
 // The scores of one KV head's query heads against one key, after scale, softcap and ALiBi.

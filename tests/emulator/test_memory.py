@@ -123,10 +123,11 @@ def test_read_only_buffers(selftest: Selftest) -> None:
     data = selftest.runtime.place(torch.zeros(64), "input", read_only=True)
     assert selftest.error("vector_read", data) is None
     assert selftest.error("plain_read", data) is None
-    for kernel in ("vector_write", "plain_write"):
-        assert_message(
-            selftest.error(kernel, data), "to a read-only buffer, at byte 0 of 'input' (256 bytes)"
-        )
+    where = "to a read-only buffer, at byte 0 of 'input' (256 bytes)"
+    assert_message(
+        selftest.error("vector_write", data), f"write of 16 bytes {where}", line_of("vector_write")
+    )
+    assert_message(selftest.error("plain_write", data), f"write {where}")
 
 
 def test_null_and_wild_pointers(selftest: Selftest) -> None:
@@ -159,6 +160,7 @@ def test_null_and_wild_pointers(selftest: Selftest) -> None:
 )
 def test_place(selftest: Selftest, dtype: torch.dtype) -> None:
     values = torch.randint(0, 2, (7, 5, 6)).to(dtype)
+    before = values.clone().float()
     # Strides with holes, a storage offset, and not in the order of memory.
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda t: t,
@@ -184,6 +186,10 @@ def test_place(selftest: Selftest, dtype: torch.dtype) -> None:
             else "0 bytes past the end of 'placed' (1 byte)"
         )
         assert placed.data_ptr() % 16 == 0
+    assert before.any()
+    # A placed tensor is a copy.
+    selftest.runtime.place(values).zero_()
+    assert torch.equal(values.float(), before)
     assert selftest.runtime.place(values[:0]).shape == (0, 5, 6)
 
 

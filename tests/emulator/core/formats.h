@@ -33,12 +33,16 @@ constexpr uint32_t round_magnitude(uint32_t float_magnitude, int mantissa_bits, 
 }
 
 // The float of a finite magnitude in a format of this kind; exact.
-inline float expand_magnitude(uint32_t magnitude, int mantissa_bits, int bias) {
-  const int exponent_field = static_cast<int>(magnitude >> mantissa_bits);
-  const uint32_t mantissa = magnitude & ((1u << mantissa_bits) - 1);
-  const uint32_t significand = exponent_field == 0 ? mantissa : mantissa | (1u << mantissa_bits);
-  const int exponent = (exponent_field == 0 ? 1 : exponent_field) - bias - mantissa_bits;
-  return std::ldexp(static_cast<float>(significand), exponent);
+constexpr float expand_magnitude(uint32_t magnitude, int mantissa_bits, int bias) {
+  // Shifted so that the mantissa is where float has it, the exponent is off by the difference of
+  // the biases.
+  const uint32_t shifted = magnitude << (23 - mantissa_bits);
+  const uint32_t rebias = static_cast<uint32_t>(127 - bias) << 23;
+  if (magnitude >> mantissa_bits != 0) return std::bit_cast<float>(shifted + rebias);
+  // A subnormal has no implicit bit: take it as one of the smallest normals, which has, and
+  // subtract that.
+  const uint32_t smallest_normal = rebias + (1u << 23);
+  return std::bit_cast<float>(shifted + smallest_normal) - std::bit_cast<float>(smallest_normal);
 }
 
 inline float half_to_float(uint16_t bits) {

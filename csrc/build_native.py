@@ -152,7 +152,7 @@ def main() -> int:
         return 0
     if sys.argv[1:] == ["--has-nvcc"]:
         return 0 if find_nvcc() else 1
-    print("usage: build.py --has-nvcc | --nvcc-wheels", file=sys.stderr)
+    print("usage: build_native.py --has-nvcc | --nvcc-wheels", file=sys.stderr)
     return 2
 
 
