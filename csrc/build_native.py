@@ -20,7 +20,15 @@ NVCC_WHEELS = (
     "nvidia-nvvm",
 )
 # The bindings that every library links; the others are named for the library they belong to.
-SHARED_BINDINGS = ("arg", "block_ops", "cache_ops", "ops", "paged", "paged_attention")
+SHARED_BINDINGS = (
+    "arg",
+    "block_ops",
+    "cache_ops",
+    "merge_states",
+    "ops",
+    "paged",
+    "paged_attention",
+)
 ISA_FLAGS = {"portable": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS |= {"avx2": "-mavx2 -mfma -mf16c", "avx512": "-march=x86-64-v4"}

@@ -89,6 +89,14 @@ bool Arg::same_shape(const Arg& other) const {
   return true;
 }
 
+bool Arg::one_per_row_of(const Arg& rows) const {
+  if (rank_ != rows.rank_ - 1) return false;
+  for (int64_t i = 0; i < rank_; ++i) {
+    if (sizes_[i] != rows.sizes_[i]) return false;
+  }
+  return true;
+}
+
 DType Arg::kernel_dtype(bool allow_8bit) const {
   switch (dtype_) {
     case ScalarType::Float:

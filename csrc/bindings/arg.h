@@ -48,6 +48,8 @@ class Arg {
   std::string shape() const;
   bool has_shape(std::initializer_list<int64_t> sizes) const;
   bool same_shape(const Arg& other) const;
+  // Whether this has one element for each row of `rows`: its shape without the last dimension.
+  bool one_per_row_of(const Arg& rows) const;
 
   template <class T>
   T* data() const {

@@ -1,4 +1,4 @@
-// paged_attention and merge_states: checks, then the backend's kernels.
+// paged_attention: checks, then the backend's kernels.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -6,7 +6,6 @@
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <utility>
 
 #include "backend.h"
 #include "bindings/arg.h"
@@ -142,9 +141,8 @@ void check_results(const Arg& out, const std::optional<Arg>& lse, const Arg& que
   out.require_no_overlap();
   if (!lse) return;
   lse->require_on_device_of(query);
-  bool fits = lse->rank() == query.rank() - 1;
-  for (int64_t i = 0; fits && i < lse->rank(); ++i) fits = lse->size(i) == query.size(i);
-  lse->require(fits, "have the shape of query without head_dim, got ", lse->shape());
+  lse->require(lse->one_per_row_of(query), "have the shape of query without head_dim, got ",
+               lse->shape());
   lse->require(lse->dtype() == ScalarType::Float && lse->tensor().is_contiguous(),
                "be a contiguous float32 tensor, got ", dtype_name(lse->dtype()));
 }
@@ -170,13 +168,79 @@ int32_t checked_count(const char* name, std::optional<int64_t> count) {
   return static_cast<int32_t>(std::min<int64_t>(*count, std::numeric_limits<int32_t>::max()));
 }
 
+// The arguments as kernels take them, with what keeps their memory alive.
+struct Call {
+  DecodeParams params;
+  PagedSequences sequences;
+  std::optional<Tensor> cu_query_lens;
+  std::optional<Tensor> alibi_slopes;
+  std::optional<Tensor> sinks;
+};
+
+std::optional<Arg> named(const char* name, const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional<Arg>(Arg(kOp, name, *tensor)) : std::nullopt;
+}
+
+void set_tensors(Call& call, const AttentionArgs& args, const Arg& query, const Pools& pools,
+                 const QueryShape& shape, const std::optional<Arg>& cu_query_lens) {
+  DecodeParams& params = call.params;
+  params.query = rows_view(query);
+  params.key_cache = pool_view(pools.key);
+  params.value_cache = pool_view(pools.value);
+  params.k_scale =
+      scale_view({"k_scale", args.k_scale, args.k_scale_value}, pools, query, ScaleUse::kRead);
+  params.v_scale =
+      scale_view({"v_scale", args.v_scale, args.v_scale_value}, pools, query, ScaleUse::kRead);
+  params.block_tables = call.sequences.tables;
+  params.seq_lens = static_cast<const int32_t*>(call.sequences.seq_lens.data_ptr());
+  if (cu_query_lens) {
+    cu_query_lens->require_on_device_of(query);
+    cu_query_lens->require_index();
+    check_cu_query_lens(*cu_query_lens, shape.num_tokens);
+    call.cu_query_lens = as_contiguous_int32(*cu_query_lens);
+    params.cu_query_lens = static_cast<const int32_t*>(call.cu_query_lens->data_ptr());
+  }
+  params.alibi_slopes =
+      per_head("alibi_slopes", args.alibi_slopes, query, shape.num_heads, call.alibi_slopes);
+  params.sinks = per_head("sinks", args.sinks, query, shape.num_heads, call.sinks);
+}
+
+void set_numbers(DecodeParams& params, const AttentionArgs& args, const Pools& pools,
+                 const QueryShape& shape) {
+  params.shape = pools.shape;
+  params.kv_dtype = pools.dtype;
+  params.num_tokens = shape.num_tokens;
+  params.num_seqs = shape.num_seqs;
+  params.query_len = static_cast<int32_t>(shape.query_len);
+  params.num_q_heads = static_cast<int32_t>(shape.num_heads);
+  params.scale = checked_scale(args, shape.head_dim);
+  params.softcap = checked_softcap(args);
+  params.sliding_window = checked_count("sliding_window", args.sliding_window);
+  params.causal = args.causal;
+  params.vector_aligned = pools.vector_aligned();
+}
+
+// Lets the backend cut the sequences, gives it the workspace that it needs, and runs it.
+void run(DecodeParams& params, const Tensor& query, int32_t requested_chunk) {
+  const device::Scope scope(query);
+  const backend::ChunkPlan plan = backend::plan_chunks(params, requested_chunk);
+  params.chunk_size = plan.chunk_size;
+  params.max_chunks = plan.max_chunks;
+  std::optional<Tensor> partial;
+  if (plan.partials) {
+    const int64_t rows = params.num_tokens * params.num_q_heads * plan.max_chunks;
+    const std::array<int64_t, 1> size{rows * (params.shape.head_dim + 1)};
+    partial = torch::stable::new_empty(query, {size.data(), size.size()}, ScalarType::Float);
+    params.partial_out = static_cast<float*>(partial->data_ptr());
+    params.partial_lse = params.partial_out + rows * params.shape.head_dim;
+  }
+  backend::decode(params, scope.stream());
+}
+
 }  // namespace
 
 void paged_attention(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
   const AttentionArgs args = read_args(stack);
-  const auto named = [](const char* name, const std::optional<Tensor>& tensor) {
-    return tensor ? std::optional<Arg>(Arg(kOp, name, *tensor)) : std::nullopt;
-  };
   const Arg query(kOp, "query", args.query);
   const Arg out(kOp, "out", args.out);
   const std::optional<Arg> lse = named("lse", args.lse);
@@ -189,113 +253,17 @@ void paged_attention(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_
   const Pools pools(kOp, args.key_cache, args.value_cache, query, shape.head_dim, query.dtype());
   query.require(shape.num_heads % pools.shape.num_kv_heads == 0, "have a multiple of key_cache's ",
                 pools.shape.num_kv_heads, " KV heads, got ", shape.num_heads, " heads");
-  const PagedSequences sequences(kOp, args.block_tables, args.seq_lens, shape.num_seqs, pools,
-                                 query);
-  std::optional<Tensor> cu_tensor;
-  if (cu_query_lens) {
-    cu_query_lens->require_on_device_of(query);
-    cu_query_lens->require_index();
-    check_cu_query_lens(*cu_query_lens, shape.num_tokens);
-    cu_tensor = as_contiguous_int32(*cu_query_lens);
-  }
-  check_results(out, lse, query);
-  std::optional<Tensor> slopes_tensor, sinks_tensor, partial;
-
-  DecodeParams params{
-      .query = rows_view(query),
-      .out = rows_view(out),
-      .lse = lse ? lse->data<float>() : nullptr,
-      .key_cache = pool_view(pools.key),
-      .value_cache = pool_view(pools.value),
-      .k_scale =
-          scale_view({"k_scale", args.k_scale, args.k_scale_value}, pools, query, ScaleUse::kRead),
-      .v_scale =
-          scale_view({"v_scale", args.v_scale, args.v_scale_value}, pools, query, ScaleUse::kRead),
-      .block_tables = sequences.tables,
-      .seq_lens = static_cast<const int32_t*>(sequences.seq_lens.data_ptr()),
-      .cu_query_lens = cu_tensor ? static_cast<const int32_t*>(cu_tensor->data_ptr()) : nullptr,
-      .alibi_slopes =
-          per_head("alibi_slopes", args.alibi_slopes, query, shape.num_heads, slopes_tensor),
-      .sinks = per_head("sinks", args.sinks, query, shape.num_heads, sinks_tensor),
-      .shape = pools.shape,
-      .query_dtype = query_dtype,
-      .kv_dtype = pools.dtype,
-      .num_tokens = shape.num_tokens,
-      .num_seqs = shape.num_seqs,
-      .query_len = static_cast<int32_t>(shape.query_len),
-      .num_q_heads = static_cast<int32_t>(shape.num_heads),
-      .scale = checked_scale(args, shape.head_dim),
-      .softcap = checked_softcap(args),
-      .sliding_window = checked_count("sliding_window", args.sliding_window),
-      .causal = args.causal,
-      .vector_aligned = pools.vector_aligned(),
-  };
+  Call call{.params = {},
+            .sequences = PagedSequences(kOp, args.block_tables, args.seq_lens, shape.num_seqs,
+                                        pools, query)};
+  set_tensors(call, args, query, pools, shape, cu_query_lens);
+  set_numbers(call.params, args, pools, shape);
   const int32_t requested_chunk = checked_count("chunk_size", args.chunk_size);
-  if (params.num_tokens == 0 || params.num_q_heads == 0) return;
-
-  const device::Scope scope(args.query);
-  const backend::ChunkPlan plan = backend::plan_chunks(params, requested_chunk);
-  params.chunk_size = plan.chunk_size;
-  params.max_chunks = plan.max_chunks;
-  if (plan.partials) {
-    const int64_t rows = params.num_tokens * params.num_q_heads * plan.max_chunks;
-    const std::array<int64_t, 1> size{rows * (shape.head_dim + 1)};
-    partial = torch::stable::new_empty(args.query, {size.data(), size.size()}, ScalarType::Float);
-    params.partial_out = static_cast<float*>(partial->data_ptr());
-    params.partial_lse = params.partial_out + rows * shape.head_dim;
-  }
-  backend::decode(params, scope.stream());
-}
-
-void merge_states(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
-  Reader in(stack);
-  const char* op = "merge_states";
-  const Arg out(op, "out", in.tensor());
-  const Arg lse(op, "lse", in.tensor());
-  const Arg out_a(op, "out_a", in.tensor());
-  const Arg lse_a(op, "lse_a", in.tensor());
-  const Arg out_b(op, "out_b", in.tensor());
-  const Arg lse_b(op, "lse_b", in.tensor());
-
-  const DType dtype = out_a.kernel_dtype(/*allow_8bit=*/false);
-  out_a.require(out_a.rank() >= 1, "be [..., head_dim], got ", out_a.shape());
-  for (const Arg* arg : {&out_a, &out_b, &out}) {
-    arg->require_on_device_of(out_a);
-    arg->require(arg->same_shape(out_a), "have the shape of out_a, ", out_a.shape(), ", got ",
-                 arg->shape());
-    arg->require(arg->dtype() == out_a.dtype(), "have the dtype of out_a, ",
-                 dtype_name(out_a.dtype()), ", got ", dtype_name(arg->dtype()));
-  }
-  for (const Arg* arg : {&lse_a, &lse_b, &lse}) {
-    arg->require_on_device_of(out_a);
-    bool fits = arg->rank() == out_a.rank() - 1;
-    for (int64_t i = 0; fits && i < arg->rank(); ++i) fits = arg->size(i) == out_a.size(i);
-    arg->require(fits, "have the shape of out_a without head_dim, ", out_a.shape(), ", got ",
-                 arg->shape());
-    arg->require(arg->dtype() == ScalarType::Float, "be float32, got ", dtype_name(arg->dtype()));
-  }
-  out.require(out.tensor().is_contiguous(), "be contiguous");
-  lse.require(lse.tensor().is_contiguous(), "be contiguous");
-
-  const int64_t head_dim = out_a.size(out_a.rank() - 1);
-  out_a.require(head_dim >= 1 && head_dim <= std::numeric_limits<int32_t>::max(),
-                "have a head_dim of at least 1, got ", out_a.shape());
-  if (out_a.numel() == 0) return;
-  const device::Scope scope(out_a.tensor());
-  const Tensor a = torch::stable::contiguous(out_a.tensor());
-  const Tensor b = torch::stable::contiguous(out_b.tensor());
-  const Tensor dense_lse_a = torch::stable::contiguous(lse_a.tensor());
-  const Tensor dense_lse_b = torch::stable::contiguous(lse_b.tensor());
-  backend::merge_states({.out = out.data<void>(),
-                         .lse = lse.data<float>(),
-                         .out_a = a.data_ptr(),
-                         .lse_a = static_cast<const float*>(dense_lse_a.data_ptr()),
-                         .out_b = b.data_ptr(),
-                         .lse_b = static_cast<const float*>(dense_lse_b.data_ptr()),
-                         .dtype = dtype,
-                         .num_rows = out_a.numel() / head_dim,
-                         .head_dim = static_cast<int32_t>(head_dim)},
-                        scope.stream());
+  check_results(out, lse, query);
+  call.params.query_dtype = query_dtype;
+  call.params.out = rows_view(out);
+  call.params.lse = lse ? lse->data<float>() : nullptr;
+  if (shape.num_tokens > 0 && shape.num_heads > 0) run(call.params, args.query, requested_chunk);
 }
 
 }  // namespace paged_attn
