@@ -51,8 +51,9 @@ struct ScaleView {
   }
 };
 
-// Rows of query, key, value or output: [num_seqs, query_len, num_heads, head_dim]; with
-// cu_query_lens, or one token a sequence, [num_tokens, num_heads, head_dim] and seq_stride 0.
+// Rows of query or output: [num_seqs, query_len, num_heads, head_dim], or, with query_len 1,
+// [num_tokens, num_heads, head_dim], which a token finds by seq_stride. Rows of key and value have
+// one token after another: [num_tokens, num_heads, head_dim] by token_stride.
 struct RowsView {
   void* data;
   int64_t seq_stride;
@@ -169,10 +170,10 @@ struct DecodeParams {
     return visible_keys(seq_len(token.seq), token.query_len, token.index, causal, sliding_window);
   }
 
-  // Rows of query and out are found the same way.
+  // Rows of query and out are found the same way; where ragged, query_len is 1.
   constexpr int64_t row(const RowsView& rows, int64_t token, int64_t head) const {
-    return rows.seq_stride == 0 ? rows.row(0, token, head)
-                                : rows.row(token / query_len, token % query_len, head);
+    return query_len == 1 ? rows.row(token, 0, head)
+                          : rows.row(token / query_len, token % query_len, head);
   }
 };
 

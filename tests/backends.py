@@ -48,6 +48,11 @@ class Backend:
             placed.append(copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
         return placed
 
+    def place_pair(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values, each copied with what lies around it."""
+        first, second = self.place_all(tensors)
+        return first, second
+
     def place(self, tensor: Tensor) -> Tensor:
         """A copy of one tensor and of what lies around it."""
         return self.place_all([tensor])[0]

@@ -7,6 +7,7 @@ NaN, dead table entries name no block, query and out are rows of wider tensors.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -169,7 +170,7 @@ class Inputs:
         else:
             query_len = self.query.shape[1] if self.query.dim() == 4 else 1
             ends = [seq * query_len for seq in range(self.query.shape[0] + 1)]
-        return list(zip(ends[:-1], ends[1:], strict=True))
+        return list(itertools.pairwise(ends))
 
 
 def poison(tensor: Tensor) -> Tensor:
@@ -310,7 +311,9 @@ def build(case: Case, seed: int = 0) -> Inputs:
         rows = torch.randn(len(slots), case.num_kv_heads, case.head_dim, generator=generator)
         options[name], factor = _make_scale(case, base, slots, num_blocks, generator)
         small = dtype in FP8 or dtype == torch.int8
-        store_rows(pool, slots, quantise(rows / factor[..., None], dtype) if small else rows.to(dtype))
+        store_rows(
+            pool, slots, quantise(rows / factor[..., None], dtype) if small else rows.to(dtype)
+        )
     if isinstance(case.query_lens, tuple):
         ends = torch.tensor((0, *case.query_lens)).cumsum(0)
         options["cu_query_lens"] = ends.to(case.index_dtype)

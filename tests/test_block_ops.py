@@ -15,7 +15,7 @@ from paged_attn import BlockManager, copy_blocks, gather_cache, reshape_and_cach
 from paged_attn.blocks import expand_block_table
 
 LAYOUTS = ("nhd", "hnd", "interleaved", "last_dim", "padded", "unaligned", "mixed")
-all_dtypes = pytest.mark.parametrize("dtype", (*FLOAT_DTYPES, *EIGHT_BIT_DTYPES), ids=dtype_id)
+all_dtypes = pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, *EIGHT_BIT_DTYPES], ids=dtype_id)
 
 
 def as_bytes(pool: Tensor) -> Tensor:
@@ -50,7 +50,9 @@ def test_copy(backend: Backend, layout: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("form", ["list", "cpu", "device", "int32", "transposed", "empty"])
 def test_forms_of_the_mapping(backend: Backend, form: str) -> None:
-    pools = backend.place_all([torch.arange(4.0)[:, None, None, None].expand(4, 2, 1, 8).clone()] * 2)
+    pools = backend.place_pair(
+        [torch.arange(4.0)[:, None, None, None].expand(4, 2, 1, 8).clone()] * 2
+    )
     pairs = [(3, 0), (2, 1)]
     forms: dict[str, Any] = {
         "list": pairs,
@@ -70,14 +72,16 @@ def test_nothing_to_copy(backend: Backend) -> None:
     copy_blocks([], [], [])
     empty = backend.place(torch.empty(0, 4, 1, 8))
     copy_blocks(empty, empty, [])
-    pools = backend.place_all([torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8)])
+    pools = backend.place_pair([torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8)])
     before = raw(pools[0])
     copy_blocks(pools[0], pools[1], [])
     assert torch.equal(raw(pools[0]), before)
 
 
 def test_a_source_may_be_read_twice(backend: Backend) -> None:
-    pools = backend.place_all([torch.arange(4.0)[:, None, None, None].expand(4, 1, 1, 8).clone()] * 2)
+    pools = backend.place_pair(
+        [torch.arange(4.0)[:, None, None, None].expand(4, 1, 1, 8).clone()] * 2
+    )
     copy_blocks(pools[0], pools[1], [(1, 0), (1, 2), (1, 3)])
     assert pools[0][:, 0, 0, 0].tolist() == [1.0] * 4
 
@@ -95,7 +99,7 @@ def test_all_pairs_are_one_copy(
     backend: Backend, pairs: list[tuple[int, int]], message: str
 ) -> None:
     # Pairs that would depend on their order are refused, not ordered.
-    pools = backend.place_all(filled_pools("nhd", 3, torch.float32, 0))
+    pools = backend.place_pair(filled_pools("nhd", 3, torch.float32, 0))
     before = raw(pools[0])
     with pytest.raises(RuntimeError, match=f"^copy_blocks: block_mapping must {message}"):
         copy_blocks(pools[0], pools[1], pairs)
@@ -158,7 +162,7 @@ def test_swap_refuses_bad_pairs(
 def test_copy_on_write_isolates_the_writers(backend: Backend) -> None:
     # Fork at five tokens in blocks of 4: block 0 stays shared, the half-full block is copied.
     manager = BlockManager(num_blocks=6, block_size=4)
-    pools = backend.place_all(make_pools("nhd", 6, 4, 1, 8, torch.float32))
+    pools = backend.place_pair(make_pools("nhd", 6, 4, 1, 8, torch.float32))
 
     def write(slots: list[int], value: float) -> None:
         rows = backend.place(torch.full((len(slots), 1, 8), value))

@@ -21,8 +21,9 @@ ISA_LEVELS = ("portable", "avx2", "avx512")
 
 @pytest.fixture
 def native() -> ModuleType:
-    """csrc/build.py as a module."""
-    spec = importlib.util.spec_from_file_location("paged_attn_build", ROOT / "csrc" / "build.py")
+    """csrc/build_native.py as a module."""
+    path = ROOT / "csrc" / "build_native.py"
+    spec = importlib.util.spec_from_file_location("build_native_under_test", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -139,10 +140,11 @@ def test_a_build_without_torch_says_what_to_do(
 
 # Runs setup.py up to its build, without the downloads that setup_requires would start.
 SETUP = """
-import runpy, setuptools, sys
+import runpy, setuptools, subprocess, sys
 sys.path.insert(0, "csrc")
-import build
-build.find_nvcc = lambda: None
+import build_native
+build_native.find_nvcc = lambda: None
+subprocess.run = lambda *_args, **_kwargs: sys.exit("the build was started")
 given = {}
 setuptools.setup = lambda **arguments: given.update(arguments)
 setup_globals = runpy.run_path("setup.py")
@@ -201,8 +203,7 @@ def test_build_info() -> None:
 @pytest.mark.skipif(_ops._CUDA is not None, reason="the CUDA library is loaded")
 def test_without_the_cuda_library_an_op_says_why() -> None:
     assert paged_attn.build_info()["cuda_problem"] == _ops._CUDA_MISSING
-    names = {name.partition("::")[2] for name in _ops._OP_NAMES}
-    for name in names:
+    for name in _ops._OP_NAMES:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"paged_attn::{name}", "CUDA")
     paged_attn.set_debug(True)  # harmless where there is no CUDA
     paged_attn.set_debug(False)
@@ -224,9 +225,7 @@ def test_without_the_cuda_library_an_op_says_why() -> None:
         ((8, 0), [75, 90], False),  # PTX is there for the newest alone
     ],
 )
-def test_which_gpus_a_build_fits(
-    capability: tuple[int, int], archs: list[int], fits: bool
-) -> None:
+def test_which_gpus_a_build_fits(capability: tuple[int, int], archs: list[int], fits: bool) -> None:
     reason = _ops.arch_misfit(*capability, archs)
     if fits:
         assert reason is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Inputs, attend, build
+from cases import CASES, attend, build
 from torch import Tensor
 
 import paged_attn
@@ -210,7 +210,6 @@ def test_views_taken_inside(backend_name: str) -> None:
     assert mine.data_ptr() == address
 
 
-
 def test_batch_size_may_change_without_recompiling() -> None:
     calls = 0
 
@@ -283,8 +282,13 @@ def test_computed_scales_are_written(backend_name: str, kv_dtype: torch.dtype) -
         )
         block_tables, seq_lens = torch.tensor([[1]]), torch.tensor([3])
         result = paged_attention(
-            rows[:1], key_cache, value_cache, block_tables, seq_lens,
-            k_scale=scales[0], v_scale=scales[1],
+            rows[:1],
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
         assert isinstance(result, Tensor)
         return result + scales[0].sum()

@@ -23,7 +23,9 @@ def test_nan_in_dead_slots(
     # A weight of 0 times NaN is NaN. Every remainder of the length by the block size.
     for length in range(1, 10):
         values = [1.0 + t % 4 for t in range(length)]
-        out, lse = attend_one(backend, values, dtype=dtype, kv_dtype=kv_dtype, chunk_size=chunk_size)
+        out, lse = attend_one(
+            backend, values, dtype=dtype, kv_dtype=kv_dtype, chunk_size=chunk_size
+        )
         assert out == pytest.approx([sum(values) / length], rel=1e-2)
         assert lse == pytest.approx([math.log(length)], abs=1e-5)
 

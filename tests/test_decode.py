@@ -120,7 +120,7 @@ def test_which_blocks_hold_a_sequence_does_not_matter(backend: Backend) -> None:
     inputs = build(Case("renamed_blocks", seq_lens=(33, 20, 7), block_size=4))
     want, _ = attend(inputs.on(backend), chunk_size=8)
     num_blocks = inputs.key_cache.shape[0]
-    for order in (list(range(num_blocks))[::-1], list(range(3, num_blocks)) + [0, 1, 2]):
+    for order in (list(range(num_blocks))[::-1], [*range(3, num_blocks), 0, 1, 2]):
         # Block order[i] becomes block i.
         names = torch.empty(num_blocks, dtype=torch.int32)
         names[order] = torch.arange(num_blocks, dtype=torch.int32)
@@ -177,9 +177,7 @@ def test_many_tokens_equal_many_calls(backend: Backend, sliding_window: int | No
     inputs = build(case.replace(alibi=True, sinks=True)).on(backend)
     together, lse = attend(inputs, chunk_size=8)
     for token in range(3):
-        one = inputs.replace(
-            query=inputs.query[:, token], seq_lens=inputs.seq_lens - 2 + token
-        )
+        one = inputs.replace(query=inputs.query[:, token], seq_lens=inputs.seq_lens - 2 + token)
         alone, alone_lse = attend(one, chunk_size=8)
         assert same_bits(alone, together[:, token])
         assert same_bits(alone_lse, lse[:, token])

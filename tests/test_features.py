@@ -1,4 +1,4 @@
-"""Windows, softcap, ALiBi, sinks, scales and several query tokens, by numbers worked out by hand."""
+"""Windows, softcap, ALiBi, sinks, scales, several query tokens: numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def test_window_counts_the_query(
 
 @chunks
 def test_window_starts_at_each_query(backend: Backend, chunk_size: int | None) -> None:
-    out, _ = attend_one(
-        backend, ramp(10), query_len=3, sliding_window=4, chunk_size=chunk_size
-    )
+    out, _ = attend_one(backend, ramp(10), query_len=3, sliding_window=4, chunk_size=chunk_size)
     assert out == pytest.approx([5.5, 6.5, 7.5])
 
 

@@ -37,9 +37,7 @@ LAYERS = (
     Layer("device/p[!t]*.cuh", r"params\.h|device/\w+\.cuh", f"{STD}|{CUDA}"),
     Layer("kernels/*.cuh", r"params\.h|device/\w+\.cuh", STD),
     Layer("kernels/inst/*.cu", r"kernels/\w+\.cuh", r"(?!)"),
-    Layer(
-        "cuda/*", r"(params|dispatch|backend)\.h|cuda/\w+\.h", rf"{STD}|cuda_runtime_api\.h"
-    ),
+    Layer("cuda/*", r"(params|dispatch|backend)\.h|cuda/\w+\.h", rf"{STD}|cuda_runtime_api\.h"),
     Layer("cpu/*", r"(params|dispatch|backend)\.h|cpu/\w+\.h", STD),
     Layer(
         "bindings/*",
@@ -141,7 +139,9 @@ def test_kernels_are_named_so() -> None:
     violations = []
     for path in sources("csrc/kernels/*.cuh"):
         text = path.read_text()
-        for match in re.finditer(r"__global__\s+void(?:\s+__launch_bounds__\(.*\))?\s+(\w+)\(", text):
+        for match in re.finditer(
+            r"__global__\s+void(?:\s+__launch_bounds__\(.*\))?\s+(\w+)\(", text
+        ):
             if not match[1].endswith("_kernel"):
                 line = text[: match.start()].count("\n") + 1
                 violations.append(f"{path.relative_to(ROOT)}:{line}: {match[1]} is not *_kernel")

@@ -112,15 +112,13 @@ def test_large_token_and_head_strides(backend: Backend) -> None:
         assert torch.equal(key.cpu(), rows)
         assert torch.equal(value.cpu(), rows)
         query = backend.place(torch.zeros(1, 3, 16, dtype=torch.float16))
-        out = paged_attention(
-            query, *pools, index(backend, [[1]]), index(backend, [shape[1]])
-        )
+        out = paged_attention(query, *pools, index(backend, [[1]]), index(backend, [shape[1]]))
         assert isinstance(out, Tensor)
         torch.testing.assert_close(out[0].cpu(), rows.float().mean(0).half())
 
 
 def test_large_scale_stride(backend: Backend) -> None:
-    pools = backend.place_all(make_pools("nhd", 5, 4, 1, 16, FP8))
+    pools = backend.place_pair(make_pools("nhd", 5, 4, 1, 16, FP8))
     scales = [spread(backend, (5, 4, 1), (1 << 29, 1, 1), torch.float32) for _ in range(2)]
     rows = backend.place(torch.full((1, 1, 16), 7.0))
     reshape_and_cache(
@@ -168,7 +166,7 @@ def test_large_query_and_out_strides(backend: Backend) -> None:
 def test_large_input_strides_of_a_write(backend: Backend) -> None:
     rows = spread(backend, (5, 1, 16), (1 << 30, 16, 1), torch.float16)
     rows[4] = 9.0
-    pools = backend.place_all([torch.zeros(2, 4, 1, 16, dtype=torch.float16) for _ in range(2)])
+    pools = backend.place_pair([torch.zeros(2, 4, 1, 16, dtype=torch.float16) for _ in range(2)])
     reshape_and_cache(rows, rows, *pools, index(backend, list(range(5)), torch.int64))
     for pool in pools:
         assert pool.flatten(0, 1)[:, 0, 0].tolist() == [0, 0, 0, 0, 9, 0, 0, 0]
@@ -218,7 +216,7 @@ def test_many_heads(backend: Backend) -> None:
 def test_many_tokens_written_and_gathered(backend: Backend) -> None:
     count = too_many(backend)
     rows = torch.arange(float(count))[:, None].expand(-1, 8).reshape(count, 1, 8).contiguous()
-    pools = backend.place_all([torch.zeros(count, 1, 1, 8) for _ in range(2)])
+    pools = backend.place_pair([torch.zeros(count, 1, 1, 8) for _ in range(2)])
     slots = backend.place(torch.arange(count - 1, -1, -1))
     placed = backend.place(rows)
     reshape_and_cache(placed, placed, *pools, slots)
@@ -241,7 +239,7 @@ def test_many_rows_merged(backend: Backend) -> None:
 
 def test_many_blocks_copied(backend: Backend) -> None:
     count = too_many(backend)
-    pools = backend.place_all(
+    pools = backend.place_pair(
         [torch.arange(2.0 * count)[:, None].expand(-1, 8).reshape(-1, 1, 1, 8).clone()] * 2
     )
     source = torch.arange(count)

@@ -116,7 +116,9 @@ def test_lse_far_apart_and_large(backend: Backend) -> None:
 
 def test_sinks_go_with_one_part(backend: Backend) -> None:
     # A sink in the first part counts once in the whole.
-    inputs = build(Case("sink_parts", seq_lens=(20,), block_size=4, dtype=torch.float32, sinks=True))
+    inputs = build(
+        Case("sink_parts", seq_lens=(20,), block_size=4, dtype=torch.float32, sinks=True)
+    )
     first, second = halves(inputs, 2)
     without = second.replace(options=second.options | {"sinks": None})
     out, lse = merge_states(*attend(first.on(backend)), *attend(without.on(backend)))
@@ -126,9 +128,7 @@ def test_sinks_go_with_one_part(backend: Backend) -> None:
 @pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (5, 8), (8,), (2, 3, 4, 24), (3, 5)])
 def test_any_shape(backend: Backend, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
-    tensors = [
-        torch.randn(shape[:-1] if i % 2 else shape, generator=generator) for i in range(4)
-    ]
+    tensors = [torch.randn(shape[:-1] if i % 2 else shape, generator=generator) for i in range(4)]
     out, lse = merge_states(*backend.place_all(tensors))
     a, lse_a, b, lse_b = (tensor.double() for tensor in tensors)
     want = torch.logaddexp(lse_a, lse_b)
@@ -141,7 +141,12 @@ def test_strided_states(backend: Backend) -> None:
     generator = torch.Generator().manual_seed(2)
     wide = torch.randn(2, 3, 4, 16, generator=generator)
     lse = torch.randn(2, 4, 3, generator=generator).transpose(1, 2)
-    dense = merge_states(*(backend.place(t.contiguous()) for t in (wide[0, ..., :8], lse[0], wide[1, ..., 8:], lse[1])))
+    dense = merge_states(
+        *(
+            backend.place(t.contiguous())
+            for t in (wide[0, ..., :8], lse[0], wide[1, ..., 8:], lse[1])
+        )
+    )
     a, b, placed_lse = backend.place_all([wide[0, ..., :8], wide[1, ..., 8:], lse])
     spread = merge_states(a, placed_lse[0], b, placed_lse[1])
     assert all(map(same_bits, spread, dense))

@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn, *, ragged: bool = True, quantised: bool = True) -> Ca
     """Any call of paged_attention that is small."""
     block_size = draw(st.sampled_from((1, 2, 3, 4, 7, 8, 16, 24)))
     seq_lens = draw(lengths(block_size))
-    query_lens = draw(st.sampled_from((None, 1, 2, 5)))
+    query_lens: Any = draw(st.sampled_from((None, 1, 2, 5)))
     if ragged and draw(st.booleans()):
         query_lens = draw(st.tuples(*(st.integers(0, 4) for _ in seq_lens)))
     kv_dtype = draw(st.sampled_from(KV_DTYPES)) if quantised else None
@@ -60,9 +60,9 @@ def cases(draw: st.DrawFn, *, ragged: bool = True, quantised: bool = True) -> Ca
         dtype=draw(st.sampled_from(FLOATS)),
         kv_dtype=kv_dtype,
         layout=draw(st.sampled_from(LAYOUTS)),
-        scale_kind="none" if kv_dtype is None else draw(
-            st.sampled_from(kinds[1:] if kv_dtype == torch.int8 else kinds)
-        ),
+        scale_kind="none"
+        if kv_dtype is None
+        else draw(st.sampled_from(kinds[1:] if kv_dtype == torch.int8 else kinds)),
         scale=draw(st.sampled_from((None, 0.5, -0.1, 0.0))),
         causal=draw(st.booleans()),
         sliding_window=draw(st.one_of(st.none(), st.integers(1, 40))),
@@ -73,7 +73,6 @@ def cases(draw: st.DrawFn, *, ragged: bool = True, quantised: bool = True) -> Ca
         index_dtype=draw(st.sampled_from((torch.int32, torch.int64))),
         table_layout=draw(st.sampled_from(("dense", "transposed", "spread"))),
     )
-
 
 
 def test_any_call_is_accurate(backend: Backend) -> None:
@@ -140,9 +139,7 @@ def test_repaging(backend: Backend) -> None:
 def writes(draw: st.DrawFn) -> tuple[Any, ...]:
     """A pool, and slots of it in any order, some of them skipped."""
     num_blocks, block_size = draw(st.integers(1, 5)), draw(st.integers(1, 9))
-    slots = draw(
-        st.lists(st.integers(0, num_blocks * block_size - 1), unique=True, max_size=12)
-    )
+    slots = draw(st.lists(st.integers(0, num_blocks * block_size - 1), unique=True, max_size=12))
     for place in draw(st.lists(st.integers(0, len(slots)), max_size=3)):
         slots.insert(place, -1)
     return (
@@ -163,7 +160,7 @@ def test_write_touches_its_slots_alone(backend: Backend) -> None:
         generator = torch.Generator().manual_seed(len(slots))
         rows = torch.randn(2, len(slots) + extra, heads, head_dim, generator=generator).to(dtype)
         pools = make_pools(layout, num_blocks, block_size, heads, head_dim, dtype)
-        mine = backend.place_all(pools)
+        mine = backend.place_pair(pools)
         placed = backend.place(rows)
         mapping = backend.place(torch.tensor(slots, dtype=torch.int64))
         with backend.checks():
@@ -182,8 +179,15 @@ def test_halves_make_the_whole(backend: Backend) -> None:
     def body(drawn: tuple[Case, int]) -> None:
         case, tenths = drawn
         case = case.replace(
-            seq_lens=case.seq_lens[:1], query_lens=None, dtype=torch.float32, kv_dtype=None,
-            scale_kind="none", padding=0, alibi=False, sinks=False, sliding_window=None,
+            seq_lens=case.seq_lens[:1],
+            query_lens=None,
+            dtype=torch.float32,
+            kv_dtype=None,
+            scale_kind="none",
+            padding=0,
+            alibi=False,
+            sinks=False,
+            sliding_window=None,
         )
         inputs = build(case)
         block_size = case.block_size
@@ -193,12 +197,9 @@ def test_halves_make_the_whole(backend: Backend) -> None:
             block_tables=inputs.block_tables[:, cut:],
             seq_lens=inputs.seq_lens - cut * block_size,
         )
-        parts = [*attend(first.on(backend)), *attend(second.on(backend))]
-        assert_accurate(*merged(parts, inputs))
-
-    def merged(parts: list[Any], inputs: Any) -> tuple[Any, ...]:
-        out, lse = paged_attn.merge_states(*parts)
-        return out, inputs, lse
+        first_part, second_part = attend(first.on(backend)), attend(second.on(backend))
+        out, lse = paged_attn.merge_states(*first_part, *second_part)
+        assert_accurate(out, inputs, lse)
 
     check(backend, st.tuples(cases(), st.integers(0, 10)), body)
 
@@ -227,7 +228,7 @@ def test_copy_on_write_isolates_the_writer(backend: Backend) -> None:
     def body(drawn: tuple[int, int, list[tuple[int, int]]]) -> None:
         block_size, prompt, steps = drawn
         manager = paged_attn.BlockManager(num_blocks=64, block_size=block_size)
-        pools = backend.place_all(make_pools("nhd", 64, block_size, 1, 8, torch.float32))
+        pools = backend.place_pair(make_pools("nhd", 64, block_size, 1, 8, torch.float32))
 
         def write(slots: list[int], values: list[float]) -> None:
             rows = backend.place(torch.tensor(values)[:, None, None].expand(-1, 1, 8).contiguous())

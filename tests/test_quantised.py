@@ -24,9 +24,7 @@ def write(
     """Writes rows `[n, heads, d]` as keys and as values into slots 1, 2, ... of blocks of 4."""
     count, num_heads, head_dim = rows.shape
     num_blocks = -(-(count + 1) // 4)
-    pools = backend.place_all(
-        make_pools(layout, num_blocks, 4, num_heads, head_dim, kv_dtype)
-    )
+    pools = backend.place_pair(make_pools(layout, num_blocks, 4, num_heads, head_dim, kv_dtype))
     placed, slots = backend.place(rows), backend.place(torch.arange(1, count + 1))
     reshape_and_cache(placed, placed, pools[0], pools[1], slots, **scales)
     return pools[0], pools[1]
@@ -42,7 +40,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
     if dtype != torch.float32:
         return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     codes = torch.arange(256, dtype=torch.uint8)
-    grids = [codes.view(format).float() for format in FP8] + [codes.view(torch.int8).float()]
+    grids = [codes.view(fp8).float() for fp8 in FP8] + [codes.view(torch.int8).float()]
     points = []
     for grid in grids:
         finite = grid[grid.isfinite()].unique()
@@ -158,9 +156,7 @@ def test_a_row_of_zeros(backend: Backend, kv_dtype: torch.dtype) -> None:
 def test_infinity_and_nan_do_not_set_the_scale(backend: Backend, kv_dtype: torch.dtype) -> None:
     rows = torch.tensor([1.0, -2.0, torch.inf, -torch.inf, torch.nan, 0.5, 0.0, 2.0])
     scale = backend.place(torch.full((1, 4, 1), torch.nan))
-    key, _ = write(
-        backend, rows.reshape(1, 1, 8), kv_dtype, k_scale=scale, v_scale=scale.clone()
-    )
+    key, _ = write(backend, rows.reshape(1, 1, 8), kv_dtype, k_scale=scale, v_scale=scale.clone())
     largest = LARGEST[kv_dtype]
     assert scale[0, 1, 0].item() == pytest.approx(2 / largest)
     got = stored(key, 1).float()[0, 0]
@@ -198,7 +194,7 @@ def test_gather_dequantises(
     elif kind == "token":
         factor = torch.rand(8, 2, generator=torch.Generator().manual_seed(1)) + 0.1
         scale = factor.reshape(2, 4, 2)
-    key_cache, value_cache = backend.place_all([pool, pool.clone()])
+    key_cache, value_cache = backend.place_pair([pool, pool.clone()])
     tables = backend.place(torch.tensor([[0, 1]], dtype=torch.int32))
     lens = backend.place(torch.tensor([8], dtype=torch.int32))
     placed = backend.place(scale) if isinstance(scale, Tensor) else scale
@@ -234,7 +230,7 @@ def test_rewriting_a_used_block_leaves_no_trace(
     old, new = (torch.randn(4, 2, 16, generator=generator) * 5 for _ in range(2))
     images = []
     for history in ([new], [old, new]):
-        pools = backend.place_all(
+        pools = backend.place_pair(
             [torch.zeros(1, 4, 2, 16, dtype=torch.uint8).view(kv_dtype) for _ in range(2)]
         )
         scales = [backend.place(torch.zeros(1, 4, 2)) for _ in range(2)]

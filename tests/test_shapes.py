@@ -129,7 +129,9 @@ def test_a_table_without_columns(backend: Backend) -> None:
 def test_heads_that_do_not_divide(backend: Backend) -> None:
     for num_q_heads, num_kv_heads in ((3, 2), (33, 2), (1, 2)):
         inputs = build(Case("indivisible", num_kv_heads=num_kv_heads, num_q_heads=num_q_heads))
-        with pytest.raises(RuntimeError, match=rf"query must have a multiple of.*{num_kv_heads} KV"):
+        with pytest.raises(
+            RuntimeError, match=rf"query must have a multiple of.*{num_kv_heads} KV"
+        ):
             attend(inputs.on(backend))
         with pytest.raises(ValueError, match="num_q_heads must be a multiple of num_kv_heads"):
             paged_attn.plan_decode(

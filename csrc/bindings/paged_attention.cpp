@@ -98,12 +98,11 @@ QueryShape query_shape(const Arg& query, const std::optional<Arg>& cu_query_lens
           .head_dim = query.size(query.rank() - 1)};
 }
 
-// With one token a sequence the token is found by its index, ragged or not.
+// A query of three dimensions has query_len 1, ragged or not: its tokens are found as sequences.
 RowsView rows_view(const Arg& rows) {
-  const bool four = rows.rank() == 4;
   return {.data = rows.data<void>(),
-          .seq_stride = four ? rows.stride(0) : 0,
-          .token_stride = four ? rows.stride(1) : rows.stride(0),
+          .seq_stride = rows.stride(0),
+          .token_stride = rows.rank() == 4 ? rows.stride(1) : 0,
           .head_stride = rows.stride(rows.rank() - 2)};
 }
 
