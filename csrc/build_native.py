@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -54,12 +55,13 @@ def cuda_archs() -> list[int]:
     asked = os.environ.get("PAGED_ATTN_CUDA_ARCHS", "")
     archs = [arch.strip() for arch in asked.replace(",", ";").replace(".", "").split(";")]
     archs = [arch for arch in archs if arch]
+    if any(not arch.isdigit() for arch in archs):
+        raise BuildError(f"PAGED_ATTN_CUDA_ARCHS must be like '80;90', got {asked!r}")
     if not archs and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         printed = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        archs = [line.strip().replace(".", "") for line in printed.splitlines() if line.strip()]
-    if any(not arch.isdigit() for arch in archs):
-        raise BuildError(f"PAGED_ATTN_CUDA_ARCHS must be like '80;90', got {asked!r}")
+        # Without a driver that answers, what it prints is a sentence.
+        archs = [major + minor for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", printed, re.M)]
     return sorted({int(arch) for arch in archs}) or [80, 90]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,55 @@ def _load_cuda() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def register_fakes(namespace: str) -> None:
-    """Registers the fake of every op: all write into their arguments and return nothing."""
+    """Registers the fake of every op of a namespace.
 
-    def fake(*_args: object) -> None:
-        return None
-
+    All but gather_cache write into their arguments and return nothing.
+    """
     for name in _OP_NAMES:
-        torch.library.register_fake(f"{namespace}::{name}", fake)
+        packet = getattr(getattr(_torch.ops, namespace), name)
+        check = _device_check(packet.default._schema)
+
+        def fake(*args: Any, check: Any = check) -> None:
+            check(args)
+
+        def fake_gather(*args: Any, check: Any = check) -> tuple[torch.Tensor, torch.Tensor]:
+            check(args)
+            key_cache, dtype, total_tokens = args[0], args[-2], args[-1]
+            if dtype is None:
+                dtype = key_cache.dtype if key_cache.element_size() > 1 else torch.float32
+            shape = (total_tokens, *key_cache.shape[2:])
+            return key_cache.new_empty(shape, dtype=dtype), key_cache.new_empty(shape, dtype=dtype)
+
+        torch.library.register_fake(
+            f"{namespace}::{name}", fake_gather if name == "gather_cache" else fake
+        )
+
+
+def _device_check(schema: Any) -> Callable[[Sequence[Any]], None]:
+    """Returns what makes a fake refuse tensors of several devices.
+
+    A real meta tensor among others dispatches to the fake, too: it must not pass for a run. Only
+    block_mapping and the two pools of swap_blocks may be elsewhere.
+    """
+    free = {"block_mapping", "src", "dst"}
+    names = [argument.name for argument in schema.arguments]
+
+    def check(args: Sequence[Any]) -> None:
+        leader = None
+        for name, value in zip(names, args, strict=True):
+            for tensor in value if isinstance(value, list) else [value]:
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                if leader is None:
+                    leader = (name, tensor.device)
+                on_meta = "meta" in (tensor.device.type, leader[1].type)
+                if tensor.device != leader[1] and (on_meta or name not in free):
+                    raise RuntimeError(
+                        f"{schema.name.split('::')[1]}: {name} must be on the same device as "
+                        f"{leader[0]} ({leader[1]}), got {tensor.device}"
+                    )
+
+    return check
 
 
 def _explain_missing_cuda(reason: str) -> torch.library.Library:

@@ -94,16 +94,9 @@ def gather_cache(
     """
     if total_tokens is None:
         total_tokens = int(seq_lens.sum())
-    if dtype is None:
-        dtype = key_cache.dtype if key_cache.element_size() > 1 else torch.float32
-    shape = (total_tokens, *key_cache.shape[2:])
-    key = torch.empty(shape, dtype=dtype, device=key_cache.device)
-    value = torch.empty(shape, dtype=dtype, device=key_cache.device)
     k_tensor, k_float = split_scale(k_scale)
     v_tensor, v_float = split_scale(v_scale)
-    _ops.lib.gather_cache(
-        key,
-        value,
+    key, value = _ops.lib.gather_cache(
         key_cache,
         value_cache,
         block_tables,
@@ -112,6 +105,8 @@ def gather_cache(
         v_tensor,
         k_float,
         v_float,
+        dtype,
+        total_tokens,
     )
     return key, value
 

@@ -74,9 +74,9 @@ def paged_attention(
 
     Returns:
         out, float64 of query's shape, or (out, lse) with lse float64 of query's shape without
-        head_dim. A row that sees no key is 0, its lse -inf or, with a sink, the sink; so is a token
-        past cu_query_lens[-1], its lse -inf. NaN and Inf in keys and values that a row sees act as
-        in IEEE arithmetic; in others they have no effect.
+        head_dim. A row that sees no key, as do tokens past cu_query_lens[-1], is 0, and its lse is
+        -inf or, with a sink, the sink; so is a row whose scores are all -inf. NaN and Inf in keys
+        and values that a row sees act as in IEEE arithmetic; in others they have no effect.
 
     Raises:
         ValueError: shapes do not fit, a length is beyond its table, an id outside the pool, or an

@@ -27,11 +27,6 @@ class Backend:
     place_storage: Callable[[Tensor], Tensor]  # a copy of a contiguous tensor in its memory
     set_checks: Callable[[bool], None]
 
-    @property
-    def tensor_kind(self) -> str:
-        """How messages call a tensor that this library takes."""
-        return "a CUDA tensor" if self.name == "cuda" else "a CPU tensor"
-
     def place_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of whole storages; views that shared one still do, with the same strides."""
         storages: dict[int, Tensor] = {}

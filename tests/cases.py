@@ -23,6 +23,7 @@ NAN = float("nan")
 DEAD_BLOCK = 2147480000  # a table entry that must not be followed
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SPARE_BLOCKS = 3
+LAYOUTS = ("nhd", "hnd", "stacked", "interleaved", "last_dim", "padded", "unaligned", "mixed")
 
 # Stored value of a magnitude of 1: no powers of two, so that a forgotten scale shows.
 _K_SCALES = {torch.float8_e4m3fn: 0.37, torch.float8_e5m2: 0.37, torch.int8: 0.029}
@@ -43,7 +44,7 @@ class Case:
     block_size: int = 16
     dtype: torch.dtype = torch.float16
     kv_dtype: torch.dtype | None = None  # None: dtype
-    layout: str = "nhd"  # see make_pools
+    layout: str = "nhd"  # one of LAYOUTS, see make_pools
     scale_kind: str = "none"  # of k_scale and v_scale: none, float, tensor, head, token
     scale: float | None = None
     causal: bool = True
@@ -146,17 +147,13 @@ class Inputs:
 
     def on(self, backend: Backend) -> Inputs:
         """The same in a backend's memory: whole storages, so that views stay views."""
-        tensors: dict[str, Tensor] = {
-            name: value for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        options = {n: value for n, value in self.options.items() if isinstance(value, Tensor)}
-        placed = backend.place_all([*tensors.values(), *options.values()])
-        moved = dict(zip([*tensors, *options], placed, strict=True))
-        return dataclasses.replace(
-            self,
-            **{name: moved[name] for name in tensors},
-            options=self.options | {name: moved[name] for name in options},
-        )
+        arguments = vars(self) | self.options
+        tensors = {n: value for n, value in arguments.items() if isinstance(value, Tensor)}
+        placed = backend.place_all(list(tensors.values()))
+        moved: dict[str, Any] = dict(zip(tensors, placed, strict=True))
+        own = {name: tensor for name, tensor in moved.items() if name not in self.options}
+        options = {name: moved.get(name, value) for name, value in self.options.items()}
+        return dataclasses.replace(self, **own, options=options)
 
     def replace(self, **changes: Any) -> Inputs:
         """The same call with other arguments."""
@@ -196,12 +193,15 @@ def make_pools(
         return empty(n, h, b, d).transpose(1, 2), empty(n, h, b, d).transpose(1, 2)
     if layout == "mixed":
         return empty(n, b, h, d), empty(n, h, b, d).transpose(1, 2)
+    if layout == "stacked":
+        both = empty(2, n, b, h, d)
+        return both[0], both[1]
     if layout == "interleaved":
         both = empty(n, 2, b, h, d)
         return both[:, 0], both[:, 1]
     if layout == "last_dim":
-        key, value = empty(n, b, h, 2 * d).split(d, dim=3)
-        return key, value
+        both = empty(n, b, h, 2 * d)
+        return both[..., :d], both[..., d:]
     if layout == "padded":
         key, value = empty(n, b + 1, h + 1, d + 16), empty(n + 1, b + 2, h, d + 8)
         return key[:, :b, :h, :d], value[1:, 1 : b + 1, :, 8:]

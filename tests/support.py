@@ -58,10 +58,13 @@ def one_sequence(
     blocks = [BLOCKS[i] if i < len(BLOCKS) else NUM_BLOCKS + i for i in range(needed)]
     num_blocks = max([NUM_BLOCKS, *(block + 1 for block in blocks)])
     pools = []
-    for rows in (logits or [0.0] * len(values), values):
+    for rows in (logits, values):
         pool = poison(torch.empty(num_blocks, block_size, 1, HEAD_DIM, dtype=kv_dtype))
         wide = torch.zeros(len(values), 1, HEAD_DIM)
-        wide[:, 0, :] = torch.tensor(rows)[:, None]
+        if rows is values:
+            wide[:, 0] = torch.tensor(rows)[:, None]
+        elif rows is not None:
+            wide[:, 0, 0] = torch.tensor(rows)
         t = torch.arange(len(values))
         slots = torch.tensor(blocks, dtype=torch.int64)[t // block_size] * block_size
         store_rows(pool, slots + t % block_size, wide.to(kv_dtype))

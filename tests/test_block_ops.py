@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from backends import Backend
-from cases import make_pools
+from cases import LAYOUTS, make_pools
 from support import EIGHT_BIT_DTYPES, FLOAT_DTYPES, dtype_id, raw
 from torch import Tensor
 
 from paged_attn import BlockManager, copy_blocks, gather_cache, reshape_and_cache, swap_blocks
 from paged_attn.blocks import expand_block_table
 
-LAYOUTS = ("nhd", "hnd", "interleaved", "last_dim", "padded", "unaligned", "mixed")
 all_dtypes = pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, *EIGHT_BIT_DTYPES], ids=dtype_id)
 
 
@@ -122,8 +121,9 @@ def test_swap(backend: Backend, dtype: torch.dtype) -> None:
 def test_swap_between_devices(backend: Backend) -> None:
     # There and back, from pinned memory and from ordinary, on two streams.
     for pinned in (True, False):
-        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
-            with torch.cuda.stream(stream):
+        streams: Any = torch.cuda  # torch's own annotations of streams are not strict
+        for stream in (streams.current_stream(), streams.Stream()):
+            with streams.stream(stream):
                 src = filled_pools("nhd", 5, torch.float16, 1)[0]
                 host = torch.zeros_like(src, pin_memory=pinned)
                 device = src.cuda()

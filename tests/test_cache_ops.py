@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import Backend
-from cases import DEAD_BLOCK, make_pools, strided
+from cases import DEAD_BLOCK, LAYOUTS, make_pools, strided
 from support import FLOAT_DTYPES, dtype_id, raw, same_bits
 from torch import Tensor
 
 from paged_attn import gather_cache, reshape_and_cache
-
-LAYOUTS = ("nhd", "hnd", "interleaved", "last_dim", "padded", "unaligned", "mixed")
 
 
 def random_rows(count: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:

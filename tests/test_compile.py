@@ -100,7 +100,7 @@ SAMPLES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "write_int8_per_token": (ops.reshape_and_cache, write_args(torch.int8, PER_TOKEN)),
     "gather": (
         ops.gather_cache,
-        (torch.empty(13, 2, 16), torch.empty(13, 2, 16), *pools(), *tables(), *(None,) * 4),
+        (*pools(), *tables(), *(None,) * 4, None, 13),
     ),
     "copy": (
         ops.copy_blocks,
@@ -130,7 +130,7 @@ def test_schemas_mark_what_is_written() -> None:
         "paged_attention": {"out", "lse"},
         "merge_states": {"out", "lse"},
         "reshape_and_cache": {"key_cache", "value_cache", "k_scale", "v_scale"},
-        "gather_cache": {"key", "value"},
+        "gather_cache": set(),
         "copy_blocks": {"key_caches", "value_caches"},
         "swap_blocks": {"dst"},
     }

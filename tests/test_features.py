@@ -156,12 +156,28 @@ def test_sink_of_its_own_for_each_head(backend: Backend) -> None:
     assert out[0, :, 0].tolist() == pytest.approx(want, rel=1e-5)
 
 
-def test_padding_tokens_are_zero_even_with_sinks(backend: Backend) -> None:
-    case = Case("padding", query_lens=(2, 1), seq_lens=(5, 3), padding=3, sinks=True)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_padding_tokens_see_nothing(backend: Backend, sinks: bool) -> None:
+    case = Case("padding", query_lens=(2, 1), seq_lens=(5, 3), padding=3, sinks=sinks)
+    inputs = build(case)
+    want = inputs.options["sinks"] if sinks else torch.full((4,), -math.inf)
     for chunk_size in (None, 2):
-        out, lse = attend(build(case).on(backend), chunk_size=chunk_size)
+        out, lse = attend(inputs.on(backend), chunk_size=chunk_size)
         assert bool((out[3:] == 0).all())
-        assert bool((lse[3:] == -math.inf).all())
+        assert torch.equal(lse[3:].cpu(), want.expand(3, 4))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_a_score_of_minus_infinity_is_no_key(backend: Backend, chunk_size: int | None) -> None:
+    inf = math.inf
+    for logits, mean, lse in (
+        ([-inf, -inf, -inf], 0.0, -inf),
+        ([-inf, 2.0, -inf], 3.0, 2.0),
+        ([2.0, -inf, 2.0], 4.0, 2 + math.log(2)),
+    ):
+        got = attend_one(backend, [1.0, 3.0, 7.0], logits=logits, chunk_size=chunk_size)
+        assert got[0] == pytest.approx([mean])
+        assert got[1] == pytest.approx([lse])
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BIT_DTYPES, ids=dtype_id)

@@ -19,10 +19,12 @@ INF = math.inf
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=dtype_id)
 
 
-def state(backend: Backend, rows: list[float], lse: list[float], dtype: Any) -> list[Tensor]:
+def state(
+    backend: Backend, rows: list[float], lse: list[float], dtype: Any
+) -> tuple[Tensor, Tensor]:
     """One row of eight equal numbers for each entry."""
     out = torch.tensor(rows)[:, None].expand(-1, 8).to(dtype).contiguous()
-    return backend.place_all([out, torch.tensor(lse)])
+    return backend.place_pair([out, torch.tensor(lse)])
 
 
 def halves(inputs: Inputs, cut: int) -> tuple[Inputs, Inputs]:
@@ -41,8 +43,7 @@ def test_two_halves_make_the_whole(backend: Backend, dtype: torch.dtype, cut: in
     case = Case("halves", seq_lens=(36,), block_size=4, dtype=dtype, softcap=5.0)
     inputs = build(case)
     first, second = halves(inputs, cut)
-    states = [*attend(first.on(backend)), *attend(second.on(backend))]
-    out, lse = merge_states(*states)
+    out, lse = merge_states(*attend(first.on(backend)), *attend(second.on(backend)))
     if dtype == torch.float32:
         assert_accurate(out, inputs, lse)
     else:  # both halves were rounded before
@@ -54,26 +55,27 @@ def test_two_halves_make_the_whole(backend: Backend, dtype: torch.dtype, cut: in
 
 def test_sum_of_many_parts(backend: Backend) -> None:
     inputs = build(Case("parts", seq_lens=(36,), block_size=4, dtype=torch.float32))
-    merged: list[Tensor] = []
+    merged: tuple[Tensor, Tensor] | None = None
     for block in range(9):
         part = inputs.replace(
             block_tables=inputs.block_tables[:, block:],
             seq_lens=torch.full_like(inputs.seq_lens, 4),
         )
-        out, lse = attend(part.on(backend))
-        merged = [*merge_states(*merged, out, lse)] if merged else [out, lse]
+        state = attend(part.on(backend))
+        merged = state if merged is None else merge_states(*merged, *state)
+    assert merged is not None
     assert_accurate(merged[0], inputs, merged[1])
 
 
 @dtypes
 def test_lse_is_a_natural_logarithm(backend: Backend, dtype: torch.dtype) -> None:
     # One key with V = 0, three with V = 1; with a base of 2 it would be 0.83.
-    parts: list[Tensor] = []
+    parts = []
     for values in ([0.0], [1.0, 1.0, 1.0]):
         out, lse = attend_one(backend, values, dtype=dtype)
         assert lse == pytest.approx([math.log(len(values))])
-        parts += state(backend, out, lse, dtype)
-    merged, lse_of_all = merge_states(*parts)
+        parts.append(state(backend, out, lse, dtype))
+    merged, lse_of_all = merge_states(*parts[0], *parts[1])
     assert merged.flatten().tolist() == pytest.approx([0.75] * 8)
     assert lse_of_all.tolist() == pytest.approx([math.log(4)])
 

@@ -9,20 +9,19 @@ import hypothesis.strategies as st
 import torch
 from accuracy import assert_accurate
 from backends import Backend
-from cases import Case, attend, build, make_pools
+from cases import LAYOUTS, Case, attend, build, make_pools
 from hypothesis import given, settings
 from support import raw, same_bits
 
 import paged_attn
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-LAYOUTS = ("nhd", "hnd", "interleaved", "last_dim", "padded", "unaligned", "mixed")
 KV_DTYPES = (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def check(backend: Backend, strategy: st.SearchStrategy[Any], body: Callable[[Any], None]) -> None:
     """Runs the body on examples, fewer where a thread is a fiber."""
-    count = 15 if backend.name == "emulator" else 60
+    count = 30 if backend.name == "emulator" else 100
     settings(max_examples=count)(given(strategy)(body))()
 
 

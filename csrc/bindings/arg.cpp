@@ -51,6 +51,19 @@ std::string dtype_name(ScalarType dtype) {
   }
 }
 
+std::optional<DType> row_dtype(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return DType::kF32;
+    case ScalarType::Half:
+      return DType::kF16;
+    case ScalarType::BFloat16:
+      return DType::kBf16;
+    default:
+      return std::nullopt;
+  }
+}
+
 Arg::Arg(const char* op, const char* name, Tensor tensor)
     : op_(op),
       name_(name),
@@ -98,16 +111,7 @@ bool Arg::one_per_row_of(const Arg& rows) const {
 }
 
 DType Arg::kernel_dtype(bool allow_8bit) const {
-  switch (dtype_) {
-    case ScalarType::Float:
-      return DType::kF32;
-    case ScalarType::Half:
-      return DType::kF16;
-    case ScalarType::BFloat16:
-      return DType::kBf16;
-    default:
-      break;
-  }
+  if (const std::optional<DType> dtype = row_dtype(dtype_)) return *dtype;
   if (allow_8bit) {
     switch (dtype_) {
       case ScalarType::Float8_e4m3fn:
@@ -136,6 +140,10 @@ void Arg::require_on_device_of(const Arg& leader) const {
 void Arg::require_dense_rows() const {
   require(sizes_[rank_ - 1] <= 1 || strides_[rank_ - 1] == 1,
           "have stride 1 in its last dimension, got ", strides_[rank_ - 1]);
+}
+
+void Arg::require_pool() const {
+  require(rank_ == 4, "be [num_blocks, block_size, num_kv_heads, head_dim], got ", shape());
 }
 
 void Arg::require_no_overlap() const {

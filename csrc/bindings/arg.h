@@ -33,6 +33,10 @@ template <class... Parts>
 // "float16", as Python prints it without the "torch.".
 std::string dtype_name(ScalarType dtype);
 
+// The dtype of rows (query, key, value, output) as kernels know it, if it is one: float16,
+// bfloat16 or float32.
+std::optional<DType> row_dtype(ScalarType dtype);
+
 class Arg {
  public:
   Arg(const char* op, const char* name, Tensor tensor);
@@ -76,6 +80,8 @@ class Arg {
   void require_on_device_of(const Arg& leader) const;
   // Rows are moved as vectors: elements of the last dimension lie side by side.
   void require_dense_rows() const;
+  // [num_blocks, block_size, num_kv_heads, head_dim].
+  void require_pool() const;
   // A tensor that is written must not overlap itself, as an expanded one does.
   void require_no_overlap() const;
 

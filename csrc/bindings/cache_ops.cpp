@@ -37,6 +37,15 @@ void check_heads(const Arg& rows, const PagedShape& shape) {
                " KV heads, got ", rows.shape());
 }
 
+Tensor cumulative_sum(const Tensor& lens) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(lens),
+                                    torch::stable::detail::from(int64_t{0}),
+                                    torch::stable::detail::from(std::optional(ScalarType::Long))};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::cumsum", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::contiguous(torch::stable::detail::to<Tensor>(stack[0]));
+}
+
 void check_slots(const Arg& slots, const PagedShape& shape) {
   if (!device::checks_values()) return;
   const Tensor host = device::to_host(slots.tensor());
@@ -99,8 +108,6 @@ void reshape_and_cache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*nu
 void gather_cache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
   constexpr const char* op = "gather_cache";
   Reader in(stack);
-  const Arg key(op, "key", in.tensor());
-  const Arg value(op, "value", in.tensor());
   Tensor key_cache = in.tensor();
   Tensor value_cache = in.tensor();
   Tensor block_tables = in.tensor();
@@ -109,52 +116,61 @@ void gather_cache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_out
   ScaleArg v_scale{.name = "v_scale", .tensor = in.optional_tensor()};
   k_scale.value = in.optional_float();
   v_scale.value = in.optional_float();
+  const auto requested_dtype = in.get<std::optional<ScalarType>>();
+  const int64_t total_tokens = in.get<int64_t>();
 
-  const DType output_dtype = key.kernel_dtype(/*allow_8bit=*/false);
-  check_rows(key, key);
-  check_rows(value, key);
-  // Any stored dtype can be gathered into any floating-point one.
-  const ScalarType stored = key_cache.scalar_type();
-  const Pools pools(op, std::move(key_cache), std::move(value_cache), key, key.size(2), stored);
-  check_heads(key, pools.shape);
-  key.require_no_overlap();
-  value.require_no_overlap();
+  const Arg leader(op, "key_cache", key_cache);
+  leader.require_on_device_of(leader);
+  leader.require_pool();
+  const Pools pools(op, std::move(key_cache), std::move(value_cache), leader, leader.size(3),
+                    leader.dtype());
   const Arg lens_arg(op, "seq_lens", lens);
   lens_arg.require(lens_arg.rank() == 1, "be [num_seqs], got ", lens_arg.shape());
-  const PagedSequences sequences(op, std::move(block_tables), lens, lens_arg.size(0), pools, key);
+  const PagedSequences sequences(op, std::move(block_tables), lens, lens_arg.size(0), pools,
+                                 leader);
+  const ScalarType dtype =
+      requested_dtype.value_or(is_8bit(pools.dtype) ? ScalarType::Float : leader.dtype());
+  const std::optional<DType> output_dtype = row_dtype(dtype);
+  if (!output_dtype) {
+    fail(op, ": dtype must be float16, bfloat16 or float32, got ", dtype_name(dtype));
+  }
+  if (total_tokens < 0) fail(op, ": total_tokens must not be negative, got ", total_tokens);
   if (device::checks_values()) {
-    int64_t total = 0;
+    int64_t sum = 0;
     const Tensor host = device::to_host(lens);
-    for (int64_t i = 0; i < lens_arg.size(0); ++i) total += lens_arg.index_at(host, i);
-    key.require(total <= key.size(0), "have a row for each of the ", total,
-                " tokens in seq_lens, got ", key.shape());
+    for (int64_t i = 0; i < lens_arg.size(0); ++i) sum += lens_arg.index_at(host, i);
+    if (total_tokens < sum) {
+      fail(op, ": total_tokens must be at least the sum of seq_lens, ", sum, ", got ",
+           total_tokens);
+    }
   }
   GatherParams params{
-      .key = rows_view(key),
-      .value = rows_view(value),
       .key_cache = pool_view(pools.key),
       .value_cache = pool_view(pools.value),
-      .k_scale = scale_view(k_scale, pools, key, ScaleUse::kRead),
-      .v_scale = scale_view(v_scale, pools, key, ScaleUse::kRead),
+      .k_scale = scale_view(k_scale, pools, leader, ScaleUse::kRead),
+      .v_scale = scale_view(v_scale, pools, leader, ScaleUse::kRead),
       .block_tables = sequences.tables,
       .shape = pools.shape,
       .kv_dtype = pools.dtype,
-      .output_dtype = output_dtype,
-      .num_tokens = key.size(0),
+      .output_dtype = *output_dtype,
+      .num_tokens = total_tokens,
       .num_seqs = lens_arg.size(0),
       .vector_aligned = pools.vector_aligned(),
   };
-  if (params.num_tokens == 0) return;
 
-  const device::Scope scope(key.tensor());
-  std::array<StableIValue, 3> cumsum{torch::stable::detail::from(lens),
-                                     torch::stable::detail::from(int64_t{0}),
-                                     torch::stable::detail::from(std::optional(ScalarType::Long))};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::cumsum", "", cumsum.data(), TORCH_ABI_VERSION));
-  const Tensor seq_ends = torch::stable::contiguous(torch::stable::detail::to<Tensor>(cumsum[0]));
-  params.seq_ends = static_cast<const int64_t*>(seq_ends.data_ptr());
-  backend::gather_cache(params, scope.stream());
+  const device::Scope scope(leader.tensor());
+  const std::array<int64_t, 3> size{total_tokens, leader.size(2), leader.size(3)};
+  const Tensor key = torch::stable::new_empty(lens, {size.data(), size.size()}, dtype);
+  const Tensor value = torch::stable::new_empty(lens, {size.data(), size.size()}, dtype);
+  if (total_tokens > 0) {
+    params.key = rows_view(Arg(op, "key", key));
+    params.value = rows_view(Arg(op, "value", value));
+    const Tensor seq_ends = cumulative_sum(lens);
+    params.seq_ends = static_cast<const int64_t*>(seq_ends.data_ptr());
+    backend::gather_cache(params, scope.stream());
+  }
+  stack[0] = torch::stable::detail::from(key);
+  stack[1] = torch::stable::detail::from(value);
 }
 
 }  // namespace paged_attn

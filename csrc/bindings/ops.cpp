@@ -9,8 +9,8 @@ struct Op {
   BoxedKernel* body;
 };
 
-// Every op writes into tensors that its caller gives and returns nothing, so none ever aliases an
-// input with an output, and what it mutates is plain from its schema.
+// All ops but gather_cache, whose result is new, write into tensors that their caller gives and
+// return nothing: no output ever aliases an input, and the schema says what is mutated.
 constexpr Op kOps[] = {
     {"paged_attention",
      "paged_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor query, Tensor key_cache, "
@@ -29,9 +29,9 @@ constexpr Op kOps[] = {
      "float? v_scale_value) -> ()",
      reshape_and_cache},
     {"gather_cache",
-     "gather_cache(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, "
-     "Tensor block_tables, Tensor seq_lens, Tensor? k_scale, Tensor? v_scale, "
-     "float? k_scale_value, float? v_scale_value) -> ()",
+     "gather_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+     "Tensor? k_scale, Tensor? v_scale, float? k_scale_value, float? v_scale_value, "
+     "ScalarType? dtype, SymInt total_tokens) -> (Tensor, Tensor)",
      gather_cache},
     {"copy_blocks",
      "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
