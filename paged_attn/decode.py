@@ -87,6 +87,8 @@ def plan_decode(
 
 
 def _check_plan(plan: DecodePlan, query: Tensor, key_cache: Tensor, ragged: bool) -> None:
+    if query.dim() not in (3, 4) or key_cache.dim() != 4:
+        return  # the op says what is wrong
     query_len = 0 if ragged else query.shape[1] if query.dim() == 4 else 1
     got = (query.shape[-2], key_cache.shape[2], query.shape[-1], query_len)
     planned = (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.query_len)
