@@ -15,15 +15,28 @@ import torch.utils.cpp_extension
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent.relative_to(ROOT)
 BUILD = Path("build/emulator")
+CODE = Path("csrc")
 JOBS = 2
+NAMESPACE = "paged_attn_emulator"
+_BINDINGS = ("device.cpp", "register.cpp")
 
+# Messages name files as they are in the repository, wherever that lies.
 COMMON_FLAGS = (
     "-std=c++20 -fPIC -fvisibility=hidden -fno-gnu-unique -g -Wall -Wextra "
-    f"-I{EMULATOR}/include -I{EMULATOR} -Icsrc"
+    f"-fdebug-prefix-map={ROOT}=. -I{EMULATOR}/include -I{EMULATOR}"
 )
 # Contraction would give results that neither the CPU nor the GPU path gives; kernels read vectors
 # through pointers to other types; pragmas are nvcc's.
 KERNEL_FLAGS = "-O1 -fno-strict-aliasing -ffp-contract=off -Wno-unknown-pragmas"
+# A call before each access (core/hooks.cpp) and a check of what the language leaves undefined
+# (core/undefined.cpp); no sanitizer's runtime is linked. Alignment is left to the former, which
+# knows the buffers. The other flags keep accesses as they are written: a vector's in one piece,
+# those of a loop in the loop.
+HOOK_FLAGS = (
+    "-fsanitize=thread -fsanitize=undefined -fno-sanitize=vptr,alignment "
+    "-fno-sanitize-recover=undefined --param tsan-instrument-func-entry-exit=0 "
+    "-fno-tree-sra -fno-move-loop-stores -fno-tree-vectorize -fno-tree-loop-distribute-patterns"
+)
 HOST_FLAGS = "-O2"
 TORCH_FLAGS = "-O1 -DTORCH_TARGET_VERSION=0x020a000000000000"
 
@@ -35,6 +48,20 @@ class Target:
     name: str
     sources: Sequence[tuple[Path, str]]
     link_flags: str
+    code: Path = CODE  # of the product: mutate.py has another
+
+    @property
+    def folder(self) -> Path:
+        """Where it is built: what has code of its own shares no log of ninja's with the others."""
+        return BUILD if self.code == CODE else self.code.parent
+
+
+def _kernel_flags(hooks: bool) -> str:
+    return f"{KERNEL_FLAGS} {HOOK_FLAGS}" if hooks else KERNEL_FLAGS
+
+
+def _suffix(hooks: bool) -> str:
+    return "_hooks" if hooks else ""
 
 
 def _sources(pattern: str, flags: str) -> list[tuple[Path, str]]:
@@ -45,34 +72,43 @@ def _core() -> list[tuple[Path, str]]:
     return _sources(f"{EMULATOR}/core/*.cpp", HOST_FLAGS)
 
 
-def selftest_target() -> Target:
+def selftest_target(hooks: bool = False) -> Target:
     """The emulator with the small kernels that test it; needs no torch."""
-    kernels = _sources(f"{EMULATOR}/kernels/*.cpp", KERNEL_FLAGS)
-    return Target("libemulator_selftest.so", [*_core(), *kernels], "")
+    kernels = _sources(f"{EMULATOR}/kernels/*.cpp", _kernel_flags(hooks))
+    return Target(f"libemulator_selftest{_suffix(hooks)}.so", [*kernels, *_core()], "")
 
 
-def product_target() -> Target:
-    """The emulator with every kernel, launcher and op of the product."""
+def product_target(hooks: bool = False, code: Path = CODE) -> Target:
+    """The emulator with every kernel, launcher and op of the product.
+
+    With `hooks` the kernels report each access, and the ops have a namespace of their own.
+    """
     includes = " ".join(f"-isystem {path}" for path in torch.utils.cpp_extension.include_paths())
     library_paths = torch.utils.cpp_extension.library_paths()
     link_flags = " ".join(f"-L{path} -Wl,-rpath,{path}" for path in library_paths)
     torch_flags = f"{TORCH_FLAGS} {includes}"
+    namespace = f"-DEMULATOR_NAMESPACE={NAMESPACE}{_suffix(hooks)}"
     # The other backends' devices and registrations.
     bindings = [
         (path, flags)
-        for path, flags in _sources("csrc/bindings/*.cpp", torch_flags)
+        for path, flags in _sources(f"{code}/bindings/*.cpp", torch_flags)
         if not path.name.startswith(("register_", "device_c"))
     ]
     return Target(
-        "libpaged_attn_emulator.so",
+        f"lib{NAMESPACE}{_suffix(hooks)}.so",
         [
+            # First: of a function that is in several object files the linker takes the first, and
+            # the kernels' have the hooks.
+            *_sources(f"{code}/kernels/inst/*.cu", _kernel_flags(hooks)),
             *_core(),
-            *_sources(f"{EMULATOR}/*.cpp", torch_flags),
-            *_sources("csrc/kernels/inst/*.cu", KERNEL_FLAGS),
-            *_sources("csrc/cuda/*.cpp", KERNEL_FLAGS),
+            # It is no part of the stable interface of torch that the ops keep to.
+            (EMULATOR / "allocator.cpp", f"-O1 {includes}"),
+            *((EMULATOR / name, f"{torch_flags} {namespace}") for name in _BINDINGS),
+            *_sources(f"{code}/cuda/*.cpp", KERNEL_FLAGS),
             *bindings,
         ],
-        f"{link_flags} -ltorch_cpu",
+        f"{link_flags} -ltorch_cpu -lc10",
+        code,
     )
 
 
@@ -80,11 +116,12 @@ def _ninja_file(target: Target) -> str:
     compiler = os.environ.get("CXX", "g++")
     lines = [
         "ninja_required_version = 1.5",
-        f"builddir = {BUILD}",
+        f"builddir = {target.folder}",
         "rule compile",
         # -x c++: the compiler does not know .cu. Paths are relative to the repository's root, so
         # that messages and debug information name files as the repository does.
-        f"  command = {compiler} -x c++ {COMMON_FLAGS} $flags -MD -MF $out.d -c $in -o $out",
+        f"  command = {compiler} -x c++ {COMMON_FLAGS} -I{target.code} $flags"
+        " -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $in",
@@ -95,26 +132,26 @@ def _ninja_file(target: Target) -> str:
     objects = []
     for source, flags in target.sources:
         # A directory for each library: two ninja files must not claim one object.
-        output = BUILD / Path(target.name).stem / f"{source}.o"
+        output = target.folder / Path(target.name).stem / f"{source}.o"
         objects.append(str(output))
         lines += [f"build {output}: compile {source}", f"  flags = {flags}"]
-    library = BUILD / target.name
+    library = target.folder / target.name
     lines += [f"build {library}: link {' '.join(objects)}", f"  flags = {target.link_flags}"]
     return "\n".join(lines) + "\n"
 
 
 @contextlib.contextmanager
-def build_lock() -> Iterator[None]:
-    """Excludes other processes that build or load the libraries."""
-    (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
-    with open(ROOT / BUILD / ".lock", "w") as lock:
+def build_lock(folder: Path = BUILD) -> Iterator[None]:
+    """Excludes other processes that build or load the libraries in a folder."""
+    (ROOT / folder).mkdir(parents=True, exist_ok=True)
+    with open(ROOT / folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def compile_target(target: Target) -> Path:
     """Brings the library up to date; the caller holds build_lock(). Raises with ninja's output."""
-    ninja_file = ROOT / BUILD / f"{Path(target.name).stem}.ninja"
+    ninja_file = ROOT / target.folder / f"{Path(target.name).stem}.ninja"
     text = _ninja_file(target)
     if not ninja_file.exists() or ninja_file.read_text() != text:
         ninja_file.write_text(text)
@@ -124,14 +161,15 @@ def compile_target(target: Target) -> Path:
     )
     if result.returncode != 0:
         raise RuntimeError(f"building {target.name} failed\n{result.stdout}{result.stderr}")
-    return ROOT / BUILD / target.name
+    return ROOT / target.folder / target.name
 
 
-def build() -> Path:
+def build(*, hooks: bool = False) -> Path:
     """Builds the product for the emulator; returns the library to give torch.ops.load_library."""
     with build_lock():
-        return compile_target(product_target())
+        return compile_target(product_target(hooks))
 
 
 if __name__ == "__main__":
     print(build())
+    print(build(hooks=True))

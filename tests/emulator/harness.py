@@ -13,8 +13,8 @@ KERNELS = Path(__file__).parent / "kernels"
 class Selftest:
     """Launches of the kernels in kernels/."""
 
-    def __init__(self) -> None:
-        self.runtime = emulator.selftest()
+    def __init__(self, *, hooks: bool = False) -> None:
+        self.runtime = emulator.selftest(hooks=hooks)
         self._run = self.runtime.library.selftest_run
         self._run.restype = ctypes.c_char_p
         self._run.argtypes = [
@@ -48,11 +48,11 @@ class Selftest:
         return self.runtime.place(torch.zeros(*shape, dtype=dtype), "data")
 
 
-def line_of(marker: str) -> str:
+def line_of(marker: str, file: str = "faulty.cpp") -> str:
     """ "faulty.cpp:12", of the line that carries the marker."""
-    for number, line in enumerate((KERNELS / "faulty.cpp").read_text().splitlines(), 1):
+    for number, line in enumerate((KERNELS / file).read_text().splitlines(), 1):
         if line.endswith(f"// site: {marker}"):
-            return f"faulty.cpp:{number}"
+            return f"{file}:{number}"
     raise AssertionError(f"no line is marked {marker}")
 
 

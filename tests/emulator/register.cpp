@@ -3,6 +3,10 @@
 
 #include "bindings/ops.h"
 
-STABLE_TORCH_LIBRARY(paged_attn_emulator, library) { paged_attn::define_ops(library); }
+// The macros of torch paste their argument before they would expand it.
+#define EMULATOR_LIBRARY(name, library) STABLE_TORCH_LIBRARY(name, library)
+#define EMULATOR_LIBRARY_IMPL(name, key, library) STABLE_TORCH_LIBRARY_IMPL(name, key, library)
 
-STABLE_TORCH_LIBRARY_IMPL(paged_attn_emulator, CPU, library) { paged_attn::implement_ops(library); }
+EMULATOR_LIBRARY(EMULATOR_NAMESPACE, library) { paged_attn::define_ops(library); }
+
+EMULATOR_LIBRARY_IMPL(EMULATOR_NAMESPACE, CPU, library) { paged_attn::implement_ops(library); }

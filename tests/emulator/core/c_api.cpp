@@ -3,8 +3,10 @@
 #include <string>
 
 #include "config.h"
+#include "counters.h"
 #include "error.h"
 #include "memory.h"
+#include "shadow.h"
 
 namespace {
 
@@ -48,6 +50,26 @@ int emu_check_canaries() { return report_errors(emu::check_all_canaries); }
 
 const char* emu_describe(const void* address) {
   description = emu::describe(address);
+  return description.c_str();
+}
+
+int emu_hooked() { return emu::hooked; }
+
+int emu_mark_undefined(void* data, const uint8_t* mask, size_t count, size_t element_size) {
+  return report_errors([&] { emu::mark(data, mask, count, element_size, emu::kUndefined, true); });
+}
+
+int emu_mark_uninitialised(void* data, const uint8_t* mask, size_t count, size_t element_size) {
+  return report_errors(
+      [&] { emu::mark(data, mask, count, element_size, emu::kUninitialised, true); });
+}
+
+void emu_start_counting() { emu::start_counting(); }
+
+void emu_stop_counting() { emu::stop_counting(); }
+
+const char* emu_counters() {
+  description = emu::counters_as_json();
   return description.c_str();
 }
 

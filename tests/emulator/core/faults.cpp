@@ -10,6 +10,7 @@
 #include "error.h"
 #include "fiber.h"
 #include "memory.h"
+#include "symbols.h"
 
 #if defined(__x86_64__)
 #include <ucontext.h>
@@ -49,7 +50,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   escape_function();
 }
 
-// "libkernels.so+0x1234", for addr2line.
+// "libkernels.so+0x1234", for addr2line, and what that says.
 std::string code_location(const void* instruction) {
   Dl_info info{};
   if (instruction == nullptr || dladdr(instruction, &info) == 0 || info.dli_fname == nullptr) {
@@ -60,7 +61,9 @@ std::string code_location(const void* instruction) {
   std::snprintf(text, sizeof text, ", code at %s+0x%zx", slash ? slash + 1 : info.dli_fname,
                 static_cast<size_t>(static_cast<const char*>(instruction) -
                                     static_cast<const char*>(info.dli_fbase)));
-  return text;
+  // find_places takes return addresses.
+  const std::string place = to_string(find_places({static_cast<const char*>(instruction) + 1})[0]);
+  return place.empty() ? text : text + (", in " + place);
 }
 
 std::string memory_fault(const Fault& fault) {

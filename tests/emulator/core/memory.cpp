@@ -10,6 +10,8 @@
 #include <memory>
 #include <mutex>
 
+#include "shadow.h"
+
 namespace emu {
 namespace {
 
@@ -117,9 +119,9 @@ Region* map_region(size_t size, const std::string& name, uint32_t flags) {
   std::memset(data, kPoison, size);
   std::memset(data + size, kCanary, padded - size);
 
-  auto region =
-      std::make_unique<Region>(Region{name, data, size, static_cast<unsigned char*>(mapping),
-                                      mapping_size, pages, pages_size, flags});
+  auto region = std::make_unique<Region>(
+      Region{name, data, size, static_cast<unsigned char*>(mapping), mapping_size, pages,
+             pages_size, flags, hooked ? map_cells(size) : nullptr});
   Region* result = region.get();
   MemoryMap& map = memory_map();
   const std::scoped_lock lock(map.mutex);
@@ -132,6 +134,7 @@ void unmap_region(Region* region) {
   MemoryMap& map = memory_map();
   const std::scoped_lock lock(map.mutex);
   ++map.generation;
+  unmap_cells(region->cells, region->size);
   munmap(region->mapping, region->mapping_size);
   map.by_mapping.erase(to_integer(region->mapping));
 }
@@ -164,6 +167,8 @@ const Region* find_region(const void* address) {
   const std::scoped_lock lock(map.mutex);
   return find_locked(map, address);
 }
+
+uint64_t map_generation() { return memory_map().generation.load(std::memory_order_relaxed); }
 
 std::string describe(const void* address) {
   if (const Region* region = find_region(address)) return describe_in(*region, address);
@@ -198,6 +203,10 @@ void check_all_canaries() {
 }
 
 void check_access(const void* address, size_t size, Access access, const Site& site) {
+  if (hooked) {
+    on_access(address, size, access, Order::kPlain, true, __builtin_return_address(0), &site);
+    return;
+  }
   struct CacheLine {
     uintptr_t page = 0;
     uint64_t generation = 0;
@@ -216,7 +225,7 @@ void check_access(const void* address, size_t size, Access access, const Site& s
   }
   const uintptr_t page = at >> 12;
   CacheLine& line = cache[page % cache.size()];
-  const uint64_t generation = memory_map().generation.load(std::memory_order_relaxed);
+  const uint64_t generation = map_generation();
   if (line.page != page || line.generation != generation) {
     line = {page, generation, find_region(address)};
   }

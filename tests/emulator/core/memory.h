@@ -21,6 +21,8 @@ enum RegionFlags : uint32_t {
   kSharedMemory = 1u << 1,
 };
 
+struct Cell;
+
 struct Region {
   std::string name;
   unsigned char* data;
@@ -30,6 +32,7 @@ struct Region {
   unsigned char* pages;  // the accessible part
   size_t pages_size;
   uint32_t flags;
+  Cell* cells = nullptr;  // of each byte of the data; only where accesses are reported: shadow.h
 };
 
 // Maps `size` bytes. They are uninitialised in the sense of CUDA: filled with 0xff, which reads as
@@ -45,6 +48,9 @@ void set_read_only(void* data, bool read_only);
 // The region whose mapping, guards included, contains the address; null if none does.
 const Region* find_region(const void* address);
 
+// Changes with each change of the map.
+uint64_t map_generation();
+
 // "12 bytes past the end of 'key_cache' (4096 bytes)"
 std::string describe(const void* address);
 
@@ -54,9 +60,10 @@ void check_all_canaries();
 
 enum class Access { kRead, kWrite };
 
-// What ptx::load_global and ptx::store_global do before they touch memory: bounds, alignment,
-// permission. Addresses outside of the map pass: the host's own tensors. Every further check of an
-// access (races, uninitialised reads, counters) belongs here.
+// Whatever touches memory on behalf of a kernel calls it first: it checks bounds, alignment and
+// permission. Addresses outside of the map pass: the host's own tensors. Where kernels report their
+// accesses it does all that shadow.h tells, and counts the access; the report of the same access
+// that follows where a kernel makes it itself is then dropped.
 void check_access(const void* address, size_t size, Access access, const Site& site);
 
 }  // namespace emu

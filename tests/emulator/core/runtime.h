@@ -43,15 +43,22 @@ void* shared_memory();
 size_t shared_memory_size();
 
 unsigned lane_id();
+// The thread's number in its CTA.
+unsigned thread_rank();
 
 // Every thread of the CTA arrives at the same site.
 void cta_barrier(const Site& site = Site::current());
+
+// Leaves the running fiber for good. Whoever does it has left word of the reason: see run_cta().
+[[noreturn]] void abandon_fiber();
 
 // A kind of warp collective. Each lane of the mask deposits a pointer to operands of its own, on
 // its stack; the last to arrive combines. operands[lane] is null outside of the mask.
 struct Collective {
   const char* name;
   void (*combine)(uint32_t mask, void* const* operands);
+  // Whether what the lanes did to memory before it is ordered before what they do after it.
+  bool orders_memory = false;
 };
 
 // Blocks until all lanes of `mask` have come to the same kind at the same site. Disjoint masks do

@@ -5,13 +5,17 @@
 #include <utility>
 #include <vector>
 
+#include "async_copy.h"
 #include "config.h"
+#include "counters.h"
 #include "faults.h"
 #include "fiber.h"
 #include "memory.h"
 #include "random.h"
 #include "ready_queue.h"
 #include "runtime.h"
+#include "shadow.h"
+#include "violation.h"
 
 namespace emu {
 
@@ -155,6 +159,7 @@ void check_exit(const Warp& warp, unsigned lane) {
 void run_thread() {
   try {
     (*machine.kernel)();
+    async::exit_thread();
     current().state = State::kExited;
     check_exit(machine.warps[machine.running / kWarpSize], lane_id());
   } catch (...) {
@@ -163,12 +168,6 @@ void run_thread() {
   machine.warps[machine.running / kWarpSize].exited |= 1u << lane_id();
   ++machine.num_exited;
   switch_context(current().context, machine.scheduler);
-}
-
-// Leaves a fiber that cannot go on, from its signal handler.
-void abandon_thread() {
-  Context lost;
-  switch_context(lost, machine.scheduler);
 }
 
 std::string thread_location() {
@@ -189,9 +188,11 @@ std::string thread_location() {
 }
 
 void start_cta(uint64_t seed) {
+  if (hooked) shadow::begin_cta();
   machine.num_exited = 0;
   machine.num_at_barrier = 0;
   machine.error = nullptr;
+  async::start_cta(machine.num_threads);
   for (unsigned i = 0; i < machine.num_threads; ++i) {
     Thread& thread = machine.threads[i];
     thread.state = State::kRunnable;
@@ -210,11 +211,18 @@ void run_cta(uint64_t seed) {
   for (int next; (next = machine.ready.pop()) >= 0;) {
     machine.running = static_cast<unsigned>(next);
     threadIdx = current().index;
+    if (hooked) {
+      const Stack stack = pooled_stack(machine.running);
+      shadow::run_thread(machine.running, stack.bottom, stack.size);
+    }
     in_fiber = true;
     switch_context(machine.scheduler, current().context);
     in_fiber = false;
     if (fault.signal != 0) throw Error(to_string(fault) + thread_location());
     if (machine.error) rethrow_with_location(machine.error);
+    if (const std::string what = take_violation(); !what.empty()) {
+      throw Error(what + thread_location());
+    }
   }
   if (machine.num_exited != machine.num_threads) {
     throw Error((machine.num_at_barrier > 0 ? "divergent barrier" : "deadlock") +
@@ -230,6 +238,7 @@ class SharedMemory {
     machine.shared_memory = region_;
   }
   ~SharedMemory() {
+    async::end_launch();
     machine.shared_memory = nullptr;
     unmap_region(region_);
   }
@@ -249,7 +258,7 @@ class SharedMemory {
   Region* region_;
 };
 
-void run_grid(const LaunchShape& shape, const std::function<void()>& kernel) {
+void run_grid(const LaunchShape& shape, const std::function<void()>& kernel, const Site& site) {
   machine.kernel = &kernel;
   machine.num_threads = static_cast<unsigned>(shape.block.count());
   gridDim = shape.grid;
@@ -261,7 +270,8 @@ void run_grid(const LaunchShape& shape, const std::function<void()>& kernel) {
     machine.threads[i].index = {i % shape.block.x, row % shape.block.y, row / shape.block.y};
   }
   SharedMemory memory(shape.shared_memory_bytes);
-  const FaultGuard faults(abandon_thread);
+  const FaultGuard faults(abandon_fiber);
+  if (hooked) shadow::begin_launch(shape, site);
   const Permutation order(shape.grid.count(), mix(config().seed));
   Random seeds(config().seed);
   for (uint64_t i = 0; i < shape.grid.count(); ++i) {
@@ -273,6 +283,7 @@ void run_grid(const LaunchShape& shape, const std::function<void()>& kernel) {
     if (i > 0) memory.poison();
     run_cta(seeds.next());
     memory.check();
+    flush_counters();
   }
   check_all_canaries();
 }
@@ -295,7 +306,7 @@ void launch(const LaunchShape& shape, const std::function<void()>& kernel, const
   if (const std::string reason = refusal(shape); !reason.empty()) throw Error(reason);
   const std::scoped_lock lock(launch_mutex);
   try {
-    run_grid(shape, kernel);
+    run_grid(shape, kernel, site);
   } catch (const Error& error) {
     throw Error("emulator: " + std::string(error.what()) + "\n  launched in " + to_string(site) +
                 " with grid " + coordinates(shape.grid) + ", block " + coordinates(shape.block) +
@@ -306,6 +317,14 @@ void launch(const LaunchShape& shape, const std::function<void()>& kernel, const
 void* shared_memory() { return machine.shared_memory->data; }
 
 size_t shared_memory_size() { return machine.shared_memory->size; }
+
+unsigned thread_rank() { return machine.running; }
+
+void abandon_fiber() {
+  Context lost;
+  switch_context(lost, machine.scheduler);
+  __builtin_unreachable();
+}
 
 unsigned lane_id() { return machine.running % kWarpSize; }
 
@@ -326,6 +345,9 @@ void cta_barrier(const Site& site) {
   }
   last.state = State::kRunnable;
   machine.num_at_barrier = 0;
+  count("cta_barrier");
+  flush_counters();
+  if (hooked) shadow::cta_barrier();
   for (unsigned i = 0; i < machine.num_threads; ++i) {
     if (i != machine.running) make_runnable(i);
   }
@@ -371,6 +393,10 @@ void rendezvous(const Collective& kind, uint32_t mask, void* operands, const Sit
   const Rendezvous complete = *pending;
   warp.pending.erase(pending);
   kind.combine(mask, complete.operands);
+  const unsigned warp_index = machine.running / kWarpSize;
+  count(kind.name);
+  if ((mask | warp.exited) == ~0u) flush_counters(warp_index);
+  if (hooked && kind.orders_memory) shadow::warp_barrier(warp_index, mask);
   for (unsigned other = 0; other < kWarpSize; ++other) {
     if (other != lane && (mask >> other & 1u)) {
       make_runnable(machine.running / kWarpSize * kWarpSize + other);

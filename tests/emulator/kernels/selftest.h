@@ -25,8 +25,13 @@ struct Registration {
 
 }  // namespace selftest
 
+#ifdef __CUDACC__
+// Some of the kernels are compiled for the GPU as well, where others look for them by name.
+#define SELFTEST_KERNEL(name) extern "C" __global__ void name(const ::selftest::Args args)
+#else
 // Defines and registers a kernel.
 #define SELFTEST_KERNEL(name)                                             \
   static __global__ void name(::selftest::Args args);                     \
   static const ::selftest::Registration name##_registration(#name, name); \
-  static __global__ void name(::selftest::Args args)
+  static __global__ void name(const ::selftest::Args args)
+#endif
