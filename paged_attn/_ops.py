@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -35,12 +34,13 @@ def _native_folder() -> Path:
     tree's package first; the libraries are then where pip put them.
     """
     here = Path(__file__).parent
-    if not (here / "libpaged_attn_cpu.so").is_file():
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed = Path(str(metadata.distribution("paged-attn").locate_file("paged_attn")))
-            if (installed / "libpaged_attn_cpu.so").is_file():
-                return installed
-    return here
+    folders = [Path(str(found.locate_file("paged_attn"))) for found in _distributions()]
+    return next((f for f in [here, *folders] if (f / "libpaged_attn_cpu.so").is_file()), here)
+
+
+def _distributions() -> list[metadata.Distribution]:
+    """Returns the installed copies, which in a source tree are behind the tree's own record."""
+    return list(metadata.distributions(name="paged-attn"))
 
 
 def _library_path(kind: str) -> Path:
@@ -181,10 +181,7 @@ def split_scale(scale: Scale) -> tuple[torch.Tensor | None, float | None]:
 
 def _version() -> str | None:
     """Returns the installed version; None where the libraries were built in place only."""
-    try:
-        return metadata.version("paged-attn")
-    except metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in _distributions()), None)
 
 
 def _misfit() -> str | None:

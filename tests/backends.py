@@ -1,8 +1,12 @@
-"""Where a test runs: the CPU library, the CUDA kernels in the emulator, or a GPU."""
+"""Where a test runs: the CPU library, the CUDA kernels in the emulator, or a GPU.
+
+The emulator has two builds: "hooks" sees every access of a kernel, "emulator" is faster.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +19,10 @@ from torch import Tensor
 import paged_attn
 from paged_attn import _ops
 
-BACKENDS = ("cpu", "emulator", "cuda")
+BACKENDS = ("cpu", "emulator", "hooks", "cuda")
+EMULATED = ("emulator", "hooks")
+# What runs unless --backend chooses: whatever the fast build sees, the hook build sees too.
+DEFAULT = ("cpu", "hooks", "cuda")
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,11 @@ def get_backend(name: str) -> Backend:
         return Backend(name, torch.ops.paged_attn, torch.clone, lambda _on: None)
     if name == "cuda":
         return Backend(name, torch.ops.paged_attn, lambda t: t.cuda(), _ops.set_debug)
-    library: ctypes.CDLL = emulator.product().library
+    hooks = name == "hooks"
+    library: ctypes.CDLL = emulator.product(hooks=hooks).library
 
     def set_checks(on: bool) -> None:
         library.paged_attn_set_debug(int(on))
 
-    return Backend(name, emulator.load(), emulator.place, set_checks)
+    place = functools.partial(emulator.place, hooks=hooks)
+    return Backend(name, emulator.load(hooks=hooks), place, set_checks)

@@ -50,7 +50,7 @@ def test_copy(backend: Backend, layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", ["list", "cpu", "device", "int32", "transposed", "empty"])
 def test_forms_of_the_mapping(backend: Backend, form: str) -> None:
     pools = backend.place_pair(
-        [torch.arange(4.0)[:, None, None, None].expand(4, 2, 1, 8).clone()] * 2
+        [torch.arange(4.0)[:, None, None, None].expand(4, 2, 1, 8).clone() for _ in range(2)]
     )
     pairs = [(3, 0), (2, 1)]
     forms: dict[str, Any] = {
@@ -79,7 +79,7 @@ def test_nothing_to_copy(backend: Backend) -> None:
 
 def test_a_source_may_be_read_twice(backend: Backend) -> None:
     pools = backend.place_pair(
-        [torch.arange(4.0)[:, None, None, None].expand(4, 1, 1, 8).clone()] * 2
+        [torch.arange(4.0)[:, None, None, None].expand(4, 1, 1, 8).clone() for _ in range(2)]
     )
     copy_blocks(pools[0], pools[1], [(1, 0), (1, 2), (1, 3)])
     assert pools[0][:, 0, 0, 0].tolist() == [1.0] * 4

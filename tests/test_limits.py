@@ -13,7 +13,7 @@ from typing import Any
 import emulator
 import pytest
 import torch
-from backends import Backend
+from backends import EMULATED, Backend
 from cases import make_pools
 from support import raw
 from torch import Tensor
@@ -195,9 +195,10 @@ def too_many(backend: Backend) -> int:
 
     Where a thread is a fiber, a number that a grid of two multiprocessors must walk over.
     """
-    if backend.name == "emulator":
-        emulator.configure(sms=2)
-        return 1000
+    if backend.name in EMULATED:
+        hooks = backend.name == "hooks"
+        emulator.configure(sms=1 if hooks else 2, hooks=hooks)
+        return 300 if hooks else 1000
     return 65536
 
 
@@ -248,7 +249,7 @@ def test_many_rows_merged(backend: Backend) -> None:
 def test_many_blocks_copied(backend: Backend) -> None:
     count = too_many(backend)
     pools = backend.place_pair(
-        [torch.arange(2.0 * count)[:, None].expand(-1, 8).reshape(-1, 1, 1, 8).clone()] * 2
+        [torch.arange(2.0 * count)[:, None].expand(-1, 8).reshape(-1, 1, 1, 8) for _ in range(2)]
     )
     source = torch.arange(count)
     copy_blocks(pools[0], pools[1], torch.stack([source, source + count], dim=1))

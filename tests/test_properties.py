@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import torch
 from accuracy import assert_accurate
-from backends import Backend
+from backends import EMULATED, Backend
 from cases import LAYOUTS, Case, attend, build, make_pools
 from hypothesis import given, settings
 from support import raw, same_bits
@@ -21,7 +21,7 @@ KV_DTYPES = (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 def check(backend: Backend, strategy: st.SearchStrategy[Any], body: Callable[[Any], None]) -> None:
     """Runs the body on examples, fewer where a thread is a fiber."""
-    count = 30 if backend.name == "emulator" else 100
+    count = 30 if backend.name in EMULATED else 100
     settings(max_examples=count)(given(strategy)(body))()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import Backend
+from backends import EMULATED, Backend
 from cases import FP8, attend, make_pools, quantise
 from support import EIGHT_BIT_DTYPES, FLOAT_DTYPES, dtype_id, one_sequence, raw, same_bits
 from torch import Tensor
@@ -59,7 +59,7 @@ def test_rounding_is_torchs_own(
     # Nearest, ties to even, saturating, infinities too; NaN stays NaN and becomes 0 in int8.
     numbers = every_value(dtype)
     rows = torch.nn.functional.pad(numbers, (0, -len(numbers) % 128)).reshape(-1, 2, 64)
-    if backend.name == "emulator" and dtype != torch.float32:
+    if backend.name in EMULATED and dtype != torch.float32:
         rows = rows[::8]
     pools = write(backend, rows, kv_dtype, k_scale=1.0, v_scale=1.0)
     numbers = rows.float()

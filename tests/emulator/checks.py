@@ -127,6 +127,7 @@ def check_cache(
     rows[0][3, 1] = 0.0
     rows[1][5, 0, 3] = torch.inf
     rows[0][6, 2, -1] = 100.0
+    rows[0][9, 0, 1], rows[0][9, 0, 2] = 2.56, -2.58  # saturate int8 by 1, with the scale below
     scales: list[Any] = [None, None]
     if kv_dtype.itemsize == 1:
         # Small enough that values saturate, some by 1 only.

@@ -101,7 +101,10 @@ bool decide(A a, B b) {
     seen[kFirst + 1] = kCanMove ? kRun : kNone;
     if constexpr (kCanMove) {
       constexpr int kStep = kKind == kLess || kKind == kGreaterEqual ? 1 : -1;
-      if (active == kFirst + 1) return compare<kKind>(a + kStep, b);
+      A moved = a;
+      if (active == kFirst + 1 && !__builtin_add_overflow(a, kStep, &moved)) {
+        return compare<kKind>(moved, b);
+      }
     }
   }
   return compare<kKind>(a, b);
@@ -288,7 +291,8 @@ def _run_checks(names: Sequence[str]) -> None:
     with calls_go_to(hooks_backend()):
         for name in names:
             for schedule, seed in ORDERS:
-                emulator.configure(schedule=schedule, seed=seed, hooks=True)
+                # Few CTAs, so that each has several pieces of work.
+                emulator.configure(schedule=schedule, seed=seed, sms=1, hooks=True)
                 CHECKS[name](hooks_backend())
 
 
