@@ -249,7 +249,7 @@ def test_many_rows_merged(backend: Backend) -> None:
 def test_many_blocks_copied(backend: Backend) -> None:
     count = too_many(backend)
     pools = backend.place_pair(
-        [torch.arange(2.0 * count)[:, None].expand(-1, 8).reshape(-1, 1, 1, 8) for _ in range(2)]
+        [torch.arange(16.0 * count).view(-1, 1, 1, 8) // 8 for _ in range(2)]
     )
     source = torch.arange(count)
     copy_blocks(pools[0], pools[1], torch.stack([source, source + count], dim=1))
