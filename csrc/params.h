@@ -277,12 +277,54 @@ struct RowUnits {
   }
 };
 
+// A place on the line of all row tiles' tokens: row tile and KV head (heads fastest), and a number
+// of tokens into its visible keys. A CTA works from its cut to the next one's.
+struct Cut {
+  int32_t tile;
+  int32_t head;
+  int32_t token;
+  // Where a cut lies inside of a row tile: the first cut that does, and the tile's fragments.
+  int32_t first_cut;
+  int32_t num_fragments;
+
+  constexpr bool inside() const { return token > 0; }
+};
+
+// A row tile that several CTAs share is in fragments: one ends at the first cut inside of it, the
+// others start at cuts. A CTA has at most two of them, its first and its last piece of work.
+constexpr int64_t fragment_slot(const Cut& cut, int64_t fragment) {
+  return fragment == 0 ? 2 * (cut.first_cut - 1) + 1 : 2 * (cut.first_cut + fragment - 1);
+}
+
+// The plan of a step.
+struct PlanView {
+  Cut* cuts;             // [num_ctas + 1]
+  uint32_t* semaphores;  // [num_ctas], all 0 between launches
+  int32_t num_ctas;
+
+  static constexpr int64_t words(int64_t num_ctas) {
+    return (num_ctas + 1) * static_cast<int64_t>(sizeof(Cut) / 4) + num_ctas;
+  }
+};
+
+// Makes the plan of a step. Of `decode` only what says which keys are visible is used.
+struct PlanParams {
+  DecodeParams decode;
+  PlanView plan;
+  int32_t rows;      // of a row tile
+  int32_t overhead;  // of a row tile, in tokens: its start, its query and its output
+};
+
 // What the tensor-core kernel knows beside.
 struct DecodeMmaParams {
   DecodeParams decode;
   RowUnits key_units;
   RowUnits value_units;
   Divider block_size;
+  // Without cuts the work is cut into chunks: see DecodeParams.
+  PlanView plan;
+  float* fragment_out;  // ? [2 * num_ctas, rows, head_dim], each normalised
+  float* fragment_lse;  // ? [2 * num_ctas, rows], natural logarithm
 };
 
 // out = (out_a e^lse_a + out_b e^lse_b) / (e^lse_a + e^lse_b), row by row.

@@ -1,4 +1,4 @@
-// backend::decode and backend::plan_chunks on CUDA: which kernel, how many items, which instance.
+// The decode functions of backend.h on CUDA: which kernel, how much work, which instance.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -22,6 +22,7 @@ constexpr int64_t kSplitCtasPerSm = 4;
 constexpr int kMmaCapability = 80;
 constexpr int32_t kMmaMaxHeadDim = 256;
 constexpr int64_t kCopyBytes = 16;
+constexpr int64_t kRowsPerColumn = 8;  // of a tile of query rows
 
 // One lane of the SIMT kernel holds 8 elements of a row, or 16 past this head_dim.
 constexpr int32_t kOneVectorHeadDim = 256;
@@ -69,6 +70,15 @@ bool make_mma_params(const DecodeParams& params, DecodeMmaParams& mma) {
          make_units(params.value_cache, params, mma.value_units);
 }
 
+// Column tiles of 8 rows: two where a sequence has more rows than one holds, and registers do.
+int num_columns(const DecodeParams& params) {
+  const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
+  const bool several_tokens = params.num_tokens > params.num_seqs;
+  const int64_t rows = params.cu_query_lens != nullptr && several_tokens ? 2 * kRowsPerColumn
+                                                                         : params.query_len * group;
+  return params.shape.head_dim <= 128 && rows > kRowsPerColumn ? 2 : 1;
+}
+
 Choice choose(const DecodeParams& params) {
   const int32_t head_dim = params.shape.head_dim;
   DecodeMmaParams unused;
@@ -78,9 +88,7 @@ Choice choose(const DecodeParams& params) {
                    pieces_aligned(params.value_cache, params) && make_mma_params(params, unused) &&
                    compute_capability() >= kMmaCapability;
   const int dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-  const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
-  const bool several_tokens = params.query_len > 1 || params.num_tokens > params.num_seqs;
-  return {mma, dim, dim < 256 && (group > 8 || (several_tokens && group > 4)) ? 2 : 1};
+  return {mma, dim, num_columns(params)};
 }
 
 int64_t simt_rows(const DecodeParams& params) {
@@ -89,7 +97,8 @@ int64_t simt_rows(const DecodeParams& params) {
 
 // Work items of the decode kernel with sequences in one piece.
 int64_t items_per_chunk(const DecodeParams& params, const Choice& choice) {
-  if (choice.mma) return params.num_row_tiles(8 * choice.columns) * params.shape.num_kv_heads;
+  if (choice.mma)
+    return params.num_row_tiles(kRowsPerColumn * choice.columns) * params.shape.num_kv_heads;
   const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
   return params.num_tokens * params.shape.num_kv_heads * ceil_div(group, simt_rows(params));
 }
@@ -107,15 +116,78 @@ void launch_mma(const DecodeMmaParams& params, const Choice& choice, unsigned nu
   });
 }
 
+// Sequences cut into chunks of one size, whose partial results a second kernel merges.
+struct Chunks {
+  int32_t size;
+  int32_t count;  // of the longest sequence that the table has room for
+  bool partial;   // false: one chunk, and no second kernel
+};
+
+Chunks make_chunks(const DecodeParams& params, const Choice& choice, int32_t requested) {
+  constexpr int64_t kWhole = std::numeric_limits<int32_t>::max();
+  const int64_t capacity =
+      std::min(kWhole, params.block_tables.max_blocks * int64_t{params.shape.block_size});
+  int64_t size = requested;
+  if (size == 0) {
+    const int64_t splits = ceil_div(num_sms() * kSplitCtasPerSm, items_per_chunk(params, choice));
+    if (splits == 1 || capacity <= kMinChunk) return {static_cast<int32_t>(kWhole), 1, false};
+    size = std::max(kMinChunk,
+                    ceil_div(ceil_div(capacity, splits), kChunkAlignment) * kChunkAlignment);
+  }
+  // Of a requested size even a single chunk is a partial result, so that the width of the table
+  // does not show in the bits.
+  const int64_t count = std::max<int64_t>(1, ceil_div(capacity, size));
+  return {static_cast<int32_t>(size), static_cast<int32_t>(count), count > 1 || requested > 0};
+}
+
+bool is_planned(const Choice& choice, int32_t chunk_size) { return choice.mma && chunk_size == 0; }
+
+int64_t num_chunk_rows(const DecodeParams& params, const Chunks& chunks) {
+  return params.num_tokens * params.num_q_heads * chunks.count;
+}
+
+// CTAs of a plan: those that are resident at once, with rings of up to 70 KiB each.
+int32_t plan_ctas() {
+  constexpr int64_t kTwoRings = 160 * 1024;
+  constexpr int64_t kMost = 1023;  // see kernels/plan.cuh
+  return static_cast<int32_t>(
+      std::min(kMost, num_sms() * (shared_memory_per_sm() >= kTwoRings ? 2 : 1)));
+}
+
+PlanView plan_view(int32_t* words) {
+  const int32_t num_ctas = plan_ctas();
+  Cut* cuts = reinterpret_cast<Cut*>(words);
+  return {cuts, reinterpret_cast<uint32_t*>(cuts + num_ctas + 1), num_ctas};
+}
+static_assert(PlanView::words(1023) <= kPlanWords);
+
 template <DType kQuery, DType kKv>
-void launch_kernel(const DecodeParams& params, CudaStream stream) {
+void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stream) {
   const Choice choice = choose(params);
+  params.chunk_size = std::numeric_limits<int32_t>::max();
+  params.max_chunks = 1;
+  DecodeMmaParams mma;
+  const bool planned = is_planned(choice, call.chunk_size);
+  if (!planned) {
+    const Chunks chunks = make_chunks(params, choice, call.chunk_size);
+    params.chunk_size = chunks.size;
+    params.max_chunks = chunks.count;
+    if (chunks.partial) {
+      params.partial_out = call.workspace;
+      params.partial_lse = call.workspace + num_chunk_rows(params, chunks) * params.shape.head_dim;
+    }
+  }
   const unsigned num_ctas = grid_for(items_per_chunk(params, choice) * params.max_chunks);
   if constexpr (kQuery != DType::kF32) {
     if (choice.mma) {
-      DecodeMmaParams mma;
       make_mma_params(params, mma);
-      launch_mma<kQuery, kKv>(mma, choice, num_ctas, stream);
+      if (planned) {
+        mma.plan = plan_view(call.plan);
+        mma.fragment_out = call.workspace;
+        mma.fragment_lse = call.workspace + 2 * int64_t{mma.plan.num_ctas} * kRowsPerColumn *
+                                                choice.columns * params.shape.head_dim;
+      }
+      launch_mma<kQuery, kKv>(mma, choice, planned ? mma.plan.num_ctas : num_ctas, stream);
       return;
     }
   }
@@ -128,30 +200,33 @@ void launch_kernel(const DecodeParams& params, CudaStream stream) {
 
 }  // namespace
 
-ChunkPlan plan_chunks(const DecodeParams& params, int32_t requested) {
-  constexpr int64_t kWhole = std::numeric_limits<int32_t>::max();
-  const int64_t capacity =
-      std::min(kWhole, params.block_tables.max_blocks * int64_t{params.shape.block_size});
-  int64_t chunk_size = requested;
-  if (chunk_size == 0) {
-    const int64_t splits =
-        ceil_div(num_sms() * kSplitCtasPerSm, items_per_chunk(params, choose(params)));
-    if (splits == 1 || capacity <= kMinChunk) return {static_cast<int32_t>(kWhole), 1, false};
-    chunk_size = std::max(kMinChunk,
-                          ceil_div(ceil_div(capacity, splits), kChunkAlignment) * kChunkAlignment);
+DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size) {
+  const Choice choice = choose(params);
+  const int64_t row_floats = params.shape.head_dim + 1;
+  if (is_planned(choice, chunk_size)) {
+    return {true, 2 * int64_t{plan_ctas()} * kRowsPerColumn * choice.columns * row_floats};
   }
-  const int64_t chunks = std::max<int64_t>(1, ceil_div(capacity, chunk_size));
-  // Of a requested size even a single chunk is a partial result, so that the width of the table
-  // does not show in the bits.
-  return {static_cast<int32_t>(chunk_size), static_cast<int32_t>(chunks),
-          chunks > 1 || requested > 0};
+  const Chunks chunks = make_chunks(params, choice, chunk_size);
+  return {false, chunks.partial ? num_chunk_rows(params, chunks) * row_floats : 0};
 }
 
-void decode(const DecodeParams& params, Stream stream) {
+void make_plan(const DecodeParams& params, int32_t* plan, Stream stream) {
+  // Tokens that a row tile costs beside its keys: about a microsecond of one CTA.
+  constexpr int32_t kOverhead = 40;
+  PlanParams plan_params{.decode = params,
+                         .plan = plan_view(plan),
+                         .rows = static_cast<int32_t>(kRowsPerColumn) * num_columns(params),
+                         .overhead = kOverhead};
+  plan_params.decode.chunk_size = std::numeric_limits<int32_t>::max();
+  launch_plan(plan_params, cuda_stream(stream));
+}
+
+void decode(const DecodeCall& call, Stream stream) {
+  DecodeParams params = call.params;
   dispatch_float(params.query_dtype, [&](auto query) {
     constexpr DType kQuery = query.value;
     dispatch_kv<kQuery>(params.kv_dtype, [&](auto kv) {
-      launch_kernel<kQuery, kv.value>(params, cuda_stream(stream));
+      launch_kernel<kQuery, kv.value>(call, params, cuda_stream(stream));
     });
     if (params.partial_out != nullptr) {
       const int64_t num_rows = params.num_tokens * params.num_q_heads;

@@ -33,6 +33,8 @@ int compute_capability() {
          attribute(cudaDevAttrComputeCapabilityMinor);
 }
 
+int64_t shared_memory_per_sm() { return attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }
+
 unsigned grid_for(int64_t num_items) {
   return static_cast<unsigned>(std::min(num_items, num_sms() * kCtasPerSm));
 }

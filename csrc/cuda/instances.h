@@ -20,6 +20,9 @@ void launch_decode_mma(const DecodeMmaParams& params, unsigned num_ctas, CudaStr
 template <DType kQuery>
 void launch_combine_chunks(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
 
+// One CTA; plan.num_ctas is at most 1023.
+void launch_plan(const PlanParams& params, CudaStream stream);
+
 template <DType kType>
 void launch_merge_states(const MergeParams& params, unsigned num_ctas, CudaStream stream);
 

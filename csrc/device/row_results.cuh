@@ -1,4 +1,4 @@
-// What the warps of a CTA found for the rows of an item, and how it becomes output.
+// What the warps of a CTA found for the rows of a row tile, and where it goes.
 #pragma once
 
 #include "device/dtype.cuh"
@@ -9,7 +9,6 @@ namespace paged_attn {
 
 template <int kWarps, int kRows, int kDim>
 struct WarpResults {
-  static constexpr int kNumWarps = kWarps;
   // Four words more than a row: lanes that hold neighbouring rows write to other banks.
   static constexpr int kPitch = kDim + 4;
 
@@ -18,17 +17,39 @@ struct WarpResults {
   float out[kWarps][kRows][kPitch];  // not normalised
 };
 
-// Merges the warps in order and writes the rows: to `out`, or as partial results of the chunk.
-// target_of(r) tells where row r goes; out_scale multiplies the values.
-template <DType kQuery, int kWarps, int kRows, int kDim, class TargetOf>
-__device__ void write_rows(const DecodeParams& p, const WarpResults<kWarps, kRows, kDim>& results,
-                           int num_rows, int64_t chunk, float out_scale, TargetOf target_of) {
-  const bool partial = p.partial_out != nullptr;
-  const int head_dim = p.shape.head_dim;
+// Writes one element of a finished row, and with the first its LSE.
+template <DType kQuery>
+__device__ __forceinline__ void write_output(const DecodeParams& p, const RowTarget& target, int d,
+                                             float value, float lse) {
+  store_float<kQuery>(p.out.data, p.row(p.out, target.token, target.head) + d, value);
+  if (d == 0 && p.lse != nullptr) p.lse[target.token * p.num_q_heads + target.head] = lse;
+}
+
+// The same of a chunk's partial row.
+__device__ __forceinline__ void write_chunk(const DecodeParams& p, const RowTarget& target,
+                                            int64_t chunk, int d, float value, float lse) {
+  const int64_t row = (target.token * p.num_q_heads + target.head) * p.max_chunks + chunk;
+  p.partial_out[row * p.shape.head_dim + d] = value;
+  if (d == 0) p.partial_lse[row] = lse;
+}
+
+// Counts the sink of a row into its softmax; what was summed must be multiplied by the result.
+__device__ __forceinline__ float add_sink(const DecodeParams& p, int64_t head,
+                                          SoftmaxState& softmax) {
+  if (p.sinks == nullptr) return 1.f;
+  const float keep = softmax.raise(p.sinks[head]);
+  softmax.add(p.sinks[head]);
+  return keep;
+}
+
+// Merges the warps, in order, and hands write(r, d, value, lse) each element of each row. sink(r,
+// softmax) may count more into a row's softmax. All threads of the CTA take part.
+template <int kWarps, int kRows, int kDim, class Sink, class Write>
+__device__ void merge_warps(const WarpResults<kWarps, kRows, kDim>& results, int num_rows,
+                            int head_dim, Sink sink, Write write) {
   for (int i = threadIdx.x; i < num_rows * head_dim; i += kWarps * ptx::kWarpSize) {
     const int r = i / head_dim;
     const int d = i % head_dim;
-    const RowTarget target = target_of(r);
     SoftmaxState total;
     float sum = 0.f;
 #pragma unroll
@@ -38,20 +59,8 @@ __device__ void write_rows(const DecodeParams& p, const WarpResults<kWarps, kRow
       total.sum += results.sum[warp][r] * weight;
       sum += results.out[warp][r][d] * weight;
     }
-    if (!partial && p.sinks != nullptr) {
-      sum *= total.raise(p.sinks[target.head]);
-      total.add(p.sinks[target.head]);
-    }
-    const float value = sum * total.inverse() * out_scale;
-    const int64_t row = target.token * p.num_q_heads + target.head;
-    if (partial) {
-      const int64_t slot = row * p.max_chunks + chunk;
-      p.partial_out[slot * head_dim + d] = value;
-      if (d == 0) p.partial_lse[slot] = total.lse();
-    } else {
-      store_float<kQuery>(p.out.data, p.row(p.out, target.token, target.head) + d, value);
-      if (d == 0 && p.lse != nullptr) p.lse[row] = total.lse();
-    }
+    sum *= sink(r, total);
+    write(r, d, sum * total.inverse(), total.lse());
   }
 }
 

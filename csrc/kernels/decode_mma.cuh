@@ -15,6 +15,7 @@
 #include "device/row_results.cuh"
 #include "device/softmax.cuh"
 #include "device/token_ring.cuh"
+#include "device/work.cuh"
 #include "params.h"
 
 namespace paged_attn {
@@ -40,6 +41,7 @@ struct DecodeMma {
       Results results;  // once the rings have run dry
     };
     RowInfo rows[kRows];
+    bool merges;  // whether this CTA merges the fragments of its row tile
   };
 
   // A lane's share of S^T or P^T: tokens g and g + 8 of each token tile, rows 2t and 2t + 1 of each
@@ -258,6 +260,64 @@ struct DecodeMma {
       }
     }
   }
+
+  static __device__ void write(const DecodeMmaParams& p, const Work& work, const Smem& smem) {
+    const DecodeParams& decode = p.decode;
+    const int head_dim = decode.shape.head_dim;
+    const float v_scale = decode.v_scale.at(0, 0, work.tile.kv_head);
+    merge_warps(
+        smem.results, work.tile.num_rows, head_dim,
+        [&](int r, SoftmaxState& softmax) {
+          if (work.result != Work::Result::kOutput) return 1.f;  // once, by whoever merges
+          return add_sink(decode, decode.row_target(work.tile, r).head, softmax);
+        },
+        [&](int r, int d, float value, float lse) {
+          value *= v_scale;
+          if (work.result == Work::Result::kFragment) {
+            const int64_t row = work.slot * kRows + r;
+            p.fragment_out[row * head_dim + d] = value;
+            if (d == 0) p.fragment_lse[row] = lse;
+            return;
+          }
+          const RowTarget target = decode.row_target(work.tile, r);
+          if (work.result == Work::Result::kChunk) {
+            write_chunk(decode, target, work.tile.chunk, d, value, lse);
+          } else {
+            write_output<kQuery>(decode, target, d, value, lse);
+          }
+        });
+  }
+
+  // Whoever finishes the last fragment of a row tile merges all of them, in their order. Nobody
+  // waits.
+  static __device__ void finish_fragment(const DecodeMmaParams& p, const Work& work, Smem& smem) {
+    ptx::fence_gpu();
+    ptx::cta_sync();  // every thread's part of the fragment is written and fenced
+    if (threadIdx.x == 0) {
+      const uint32_t last = work.cut.num_fragments - 1;
+      // Wraps to 0 at the last arrival, ready for the next launch.
+      smem.merges = ptx::atomic_increment(&p.plan.semaphores[work.cut.first_cut], last) == last;
+    }
+    ptx::cta_sync();  // all know whether this was the last
+    if (!smem.merges) return;
+    ptx::fence_gpu();
+    const DecodeParams& decode = p.decode;
+    const int head_dim = decode.shape.head_dim;
+    for (int i = threadIdx.x; i < work.tile.num_rows * head_dim; i += kThreads) {
+      const int r = i / head_dim;
+      const int d = i % head_dim;
+      SoftmaxState total;
+      float sum = 0.f;
+      for (int fragment = 0; fragment < work.cut.num_fragments; ++fragment) {
+        const int64_t row = fragment_slot(work.cut, fragment) * kRows + r;
+        sum *= total.raise(p.fragment_lse[row]);
+        sum += total.add(p.fragment_lse[row]) * p.fragment_out[row * head_dim + d];
+      }
+      const RowTarget target = decode.row_target(work.tile, r);
+      sum *= add_sink(decode, target.head, total);
+      write_output<kQuery>(decode, target, d, sum * total.inverse(), total.lse());
+    }
+  }
 };
 
 template <DType kQuery, DType kKv, int kDim, int kColumns>
@@ -266,32 +326,24 @@ __global__ void __launch_bounds__(DecodeMma<kQuery, kKv, kDim, kColumns>::kThrea
     decode_mma_kernel(const __grid_constant__ DecodeMmaParams p) {
   using Kernel = DecodeMma<kQuery, kKv, kDim, kColumns>;
   auto& smem = ptx::shared_memory<typename Kernel::Smem>();
-  const int64_t num_items =
-      p.decode.num_row_tiles(Kernel::kRows) * p.decode.shape.num_kv_heads * p.decode.max_chunks;
-  for (int64_t index = blockIdx.x; index < num_items; index += gridDim.x) {
-    const int64_t chunk = index % p.decode.max_chunks;
-    const int64_t head_index = index / p.decode.max_chunks;
-    const RowTile item = p.decode.row_tile(head_index / p.decode.shape.num_kv_heads, Kernel::kRows,
-                                           head_index % p.decode.shape.num_kv_heads, chunk);
-    if (item.num_rows == 0) continue;
-    // The combine kernel knows which chunks are empty, and reads nothing of them.
-    if (item.range.begin >= item.range.end && p.decode.partial_out != nullptr) continue;
+  WorkList list(p, Kernel::kRows);
+  Work work;
+  while (list.next(work)) {
     if (threadIdx.x < Kernel::kRows) {
-      smem.rows[threadIdx.x] = make_row_info(p.decode, item, threadIdx.x);
+      smem.rows[threadIdx.x] = make_row_info(p.decode, work.tile, threadIdx.x);
     }
     typename Kernel::Query query;
-    query.load(p.decode, item);
+    query.load(p.decode, work.tile);
     typename Kernel::State state;
     Kernel::reset(state);
     ptx::cta_sync();  // smem.rows is complete
-    Kernel::walk_tiles(p, item, query, smem, state);
+    Kernel::walk_tiles(p, work.tile, query, smem, state);
     ptx::cta_sync();  // every ring has run dry, before the results overwrite them
     Kernel::publish(state, smem.results);
     ptx::cta_sync();  // every warp's result is in shared memory
-    write_rows<kQuery>(p.decode, smem.results, item.num_rows, item.chunk,
-                       p.decode.v_scale.at(0, 0, item.kv_head),
-                       [&](int r) { return p.decode.row_target(item, r); });
-    ptx::cta_sync();  // all have read it, before the next item overwrites it
+    Kernel::write(p, work, smem);
+    if (work.result == Work::Result::kFragment) Kernel::finish_fragment(p, work, smem);
+    ptx::cta_sync();  // all have read the results, before the next piece overwrites them
   }
 }
 

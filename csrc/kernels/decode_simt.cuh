@@ -225,8 +225,20 @@ __global__ void __launch_bounds__(DecodeSimt<kQuery, kKv, kVecs>::kThreads, 3)
     Kernel::merge_groups(lanes, rows);
     Kernel::publish(p, lanes, rows, smem);
     ptx::cta_sync();  // every warp's result is in shared memory
-    write_rows<kQuery>(p, smem, item.num_rows, item.chunk, /*out_scale=*/1.f,
-                       [&](int r) { return RowTarget{item.token, item.first_head + r}; });
+    const bool partial = p.partial_out != nullptr;
+    merge_warps(
+        smem, item.num_rows, p.shape.head_dim,
+        [&](int r, SoftmaxState& softmax) {
+          return partial ? 1.f : add_sink(p, item.first_head + r, softmax);
+        },
+        [&](int r, int d, float value, float lse) {
+          const RowTarget target = {item.token, item.first_head + r};
+          if (partial) {
+            write_chunk(p, target, item.chunk, d, value, lse);
+          } else {
+            write_output<kQuery>(p, target, d, value, lse);
+          }
+        });
     ptx::cta_sync();  // all have read it, before the next item overwrites it
   }
 }
