@@ -81,7 +81,7 @@ int num_columns(const DecodeParams& params) {
 
 Choice choose(const DecodeParams& params) {
   const int32_t head_dim = params.shape.head_dim;
-  DecodeMmaParams unused;
+  DecodeMmaParams unused{};
   const bool mma = params.query_dtype != DType::kF32 && head_dim <= kMmaMaxHeadDim &&
                    !is_per_token(params.k_scale) && !is_per_token(params.v_scale) &&
                    pieces_aligned(params.key_cache, params) &&
@@ -166,7 +166,7 @@ void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stre
   const Choice choice = choose(params);
   params.chunk_size = std::numeric_limits<int32_t>::max();
   params.max_chunks = 1;
-  DecodeMmaParams mma;
+  DecodeMmaParams mma{};
   const bool planned = is_planned(choice, call.chunk_size);
   if (!planned) {
     const Chunks chunks = make_chunks(params, choice, call.chunk_size);

@@ -98,7 +98,7 @@ __device__ __forceinline__ T opaque(T value) {
 
 // ---- Arithmetic with a hardware unit of its own ----
 
-// Within 2 ulp (PTX ISA: maximum relative error 2^-22.5); a result below 2^-126 is 0. Exact for 0.
+// Within 2 ulp: ::exp2f without its care for results below 2^-126, which are 0 here. Exact for 0.
 __device__ __forceinline__ float exp2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -321,8 +321,7 @@ struct DecodeMma {
 };
 
 template <DType kQuery, DType kKv, int kDim, int kColumns>
-__global__ void __launch_bounds__(DecodeMma<kQuery, kKv, kDim, kColumns>::kThreads,
-                                  kColumns == 1 ? 3 : 2)
+__global__ void __launch_bounds__(DecodeMma<kQuery, kKv, kDim, kColumns>::kThreads, 2)
     decode_mma_kernel(const __grid_constant__ DecodeMmaParams p) {
   using Kernel = DecodeMma<kQuery, kKv, kDim, kColumns>;
   auto& smem = ptx::shared_memory<typename Kernel::Smem>();
