@@ -11,18 +11,30 @@ namespace paged_attn::backend {
 // A cudaStream_t; null on CPU.
 using Stream = void*;
 
-// How a backend wants to cut the sequences of a decode call: see DecodeParams.
-struct ChunkPlan {
-  int32_t chunk_size;
-  int32_t max_chunks;
-  bool partials;  // chunks are partial results that are merged: the caller gives the workspace
+// What a decode call needs beside its arguments. It depends on shapes alone, never on the contents
+// of seq_lens, so that a captured CUDA graph replays correctly.
+struct DecodeNeeds {
+  bool plan;                 // a plan of kPlanWords words, made by make_plan or by an earlier call
+  int64_t workspace_floats;  // may be 0
 };
 
-// `requested` is the caller's chunk size, or 0 to let the backend choose. It depends on shapes
-// alone, never on the contents of seq_lens, so that a captured CUDA graph replays correctly.
-ChunkPlan plan_chunks(const DecodeParams& params, int32_t requested);
+// int32 words of a plan, for any device and any batch.
+inline constexpr int64_t kPlanWords = 8192;
 
-void decode(const DecodeParams& params, Stream stream);
+// `chunk_size` is the caller's, or 0 to let the backend cut the sequences as it likes.
+DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size);
+
+// Plans the step of `params`, of which only what says which keys are visible is read.
+void make_plan(const DecodeParams& params, int32_t* plan, Stream stream);
+
+struct DecodeCall {
+  DecodeParams params;
+  int32_t chunk_size;
+  int32_t* plan;     // ? [kPlanWords]
+  float* workspace;  // ? [DecodeNeeds::workspace_floats]
+};
+
+void decode(const DecodeCall& call, Stream stream);
 void merge_states(const MergeParams& params, Stream stream);
 void write_cache(const CacheWriteParams& params, Stream stream);
 void gather_cache(const GatherParams& params, Stream stream);

@@ -29,6 +29,7 @@ SHARED_BINDINGS = (
     "ops",
     "paged",
     "paged_attention",
+    "plan_decode",
 )
 ISA_FLAGS = {"portable": ""}
 if platform.machine() in ("x86_64", "AMD64"):

@@ -110,6 +110,27 @@ struct QueryToken {
   int64_t query_len;
 };
 
+// A row of the output.
+struct RowTarget {
+  int64_t token;
+  int64_t head;
+};
+
+// Neighbouring query rows that share a KV head, over one chunk of their sequence. Row r of the
+// tile is row first_row + r of the sequence: query token row / group, head row % group of the KV
+// head's group.
+struct RowTile {
+  int64_t seq;          // -1: padding, which sees nothing
+  int64_t first_token;  // of the sequence, among all query tokens
+  int64_t query_len;
+  int64_t kv_head;
+  int64_t chunk;
+  int64_t first_row;
+  int32_t num_rows;   // 0: no work
+  TokenRange range;   // keys of the chunk that any row sees
+  TokenRange common;  // keys of the chunk that every row sees
+};
+
 // Paged attention of num_tokens query tokens, each with num_q_heads rows.
 struct DecodeParams {
   RowsView query;
@@ -170,11 +191,140 @@ struct DecodeParams {
     return visible_keys(seq_len(token.seq), token.query_len, token.index, causal, sliding_window);
   }
 
+  // Tiles of at most `rows` query rows, for one KV head: an upper bound where sequences are ragged,
+  // known without reading their lengths.
+  constexpr int64_t num_row_tiles(int64_t rows) const {
+    const int64_t group = num_q_heads / shape.num_kv_heads;
+    if (cu_query_lens == nullptr) return num_seqs * ((query_len * group + rows - 1) / rows);
+    return num_tokens * group / rows + num_seqs + 1;
+  }
+
+  // Ragged, sequence s has the tiles from cu_query_lens[s] * group / rows + s on, which is at least
+  // as many as it needs; padding counts as one more sequence.
+  constexpr RowTile row_tile(int64_t index, int64_t rows, int64_t kv_head, int64_t chunk) const {
+    const int64_t group = num_q_heads / shape.num_kv_heads;
+    RowTile tile = {};
+    if (cu_query_lens == nullptr) {
+      const int64_t tiles = (query_len * group + rows - 1) / rows;
+      tile.seq = index / tiles;
+      tile.first_row = index % tiles * rows;
+      tile.first_token = tile.seq * query_len;
+      tile.query_len = query_len;
+    } else {
+      int64_t low = 0;
+      for (int64_t high = num_seqs + 1; high - low > 1;) {
+        const int64_t middle = (low + high) / 2;
+        (cu_query_lens[middle] * group / rows + middle <= index ? low : high) = middle;
+      }
+      tile.first_token = cu_query_lens[low];
+      tile.query_len = (low < num_seqs ? cu_query_lens[low + 1] : num_tokens) - tile.first_token;
+      tile.first_row = (index - tile.first_token * group / rows - low) * rows;
+      tile.seq = low < num_seqs ? low : -1;
+    }
+    const int64_t left = tile.query_len * group - tile.first_row;
+    tile.num_rows = static_cast<int32_t>(left < 0 ? 0 : left < rows ? left : rows);
+    tile.kv_head = kv_head;
+    tile.chunk = chunk;
+    if (tile.num_rows == 0) return tile;
+    const int64_t last_row = tile.first_row + tile.num_rows - 1;
+    const TokenRange first = visible({tile.seq, tile.first_row / group, tile.query_len});
+    const TokenRange last = visible({tile.seq, last_row / group, tile.query_len});
+    const int64_t begin = chunk * chunk_size;
+    const int64_t end = begin + chunk_size;
+    tile.range = {first.begin > begin ? first.begin : begin, last.end < end ? last.end : end};
+    tile.common = {last.begin > begin ? last.begin : begin, first.end < end ? first.end : end};
+    return tile;
+  }
+
+  constexpr RowTarget row_target(const RowTile& tile, int64_t r) const {
+    const int64_t group = num_q_heads / shape.num_kv_heads;
+    const int64_t row = tile.first_row + r;
+    return {tile.first_token + row / group, tile.kv_head * group + row % group};
+  }
+
   // Rows of query and out are found the same way; where ragged, query_len is 1.
   constexpr int64_t row(const RowsView& rows, int64_t token, int64_t head) const {
     return query_len == 1 ? rows.row(token, 0, head)
                           : rows.row(token / query_len, token % query_len, head);
   }
+};
+
+// Division of numbers below 2^31 by a number that the host knows (Granlund and Montgomery 1994).
+struct Divider {
+  uint32_t multiplier;
+  uint32_t shift;
+
+  static constexpr Divider of(uint32_t divisor) {
+    uint32_t shift = 0;
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    const uint64_t power = uint64_t{1} << (31 + shift);
+    return {static_cast<uint32_t>((power + divisor - 1) / divisor), 31 + shift};
+  }
+  constexpr uint32_t divide(uint32_t number) const {
+    return static_cast<uint32_t>(uint64_t{number} * multiplier >> shift);
+  }
+};
+
+// Where a token's row starts, in units of `bytes`, counted from the first row of its KV head.
+// `bytes` divides both strides, so that 32 bits reach 2^32 units.
+struct RowUnits {
+  uint32_t per_block;
+  uint32_t per_token;
+  uint32_t bytes;
+
+  constexpr uint32_t row(uint32_t block, uint32_t offset) const {
+    return block * per_block + offset * per_token;
+  }
+};
+
+// A place on the line of all row tiles' tokens: row tile and KV head (heads fastest), and a number
+// of tokens into its visible keys. A CTA works from its cut to the next one's.
+struct Cut {
+  int32_t tile;
+  int32_t head;
+  int32_t token;
+  // Where a cut lies inside of a row tile: the first cut that does, and the tile's fragments.
+  int32_t first_cut;
+  int32_t num_fragments;
+
+  constexpr bool inside() const { return token > 0; }
+};
+
+// A row tile that several CTAs share is in fragments: one ends at the first cut inside of it, the
+// others start at cuts. A CTA has at most two of them, its first and its last piece of work.
+constexpr int64_t fragment_slot(const Cut& cut, int64_t fragment) {
+  return fragment == 0 ? 2 * (cut.first_cut - 1) + 1 : 2 * (cut.first_cut + fragment - 1);
+}
+
+// The plan of a step.
+struct PlanView {
+  Cut* cuts;             // [num_ctas + 1]
+  uint32_t* semaphores;  // [num_ctas], all 0 between launches
+  int32_t num_ctas;
+
+  static constexpr int64_t words(int64_t num_ctas) {
+    return (num_ctas + 1) * static_cast<int64_t>(sizeof(Cut) / 4) + num_ctas;
+  }
+};
+
+// Makes the plan of a step. Of `decode` only what says which keys are visible is used.
+struct PlanParams {
+  DecodeParams decode;
+  PlanView plan;
+  int32_t rows;      // of a row tile
+  int32_t overhead;  // of a row tile, in tokens: its start, its query and its output
+};
+
+// What the tensor-core kernel knows beside.
+struct DecodeMmaParams {
+  DecodeParams decode;
+  RowUnits key_units;
+  RowUnits value_units;
+  Divider block_size;
+  // Without cuts the work is cut into chunks: see DecodeParams.
+  PlanView plan;
+  float* fragment_out;  // ? [2 * num_ctas, rows, head_dim], each normalised
+  float* fragment_lse;  // ? [2 * num_ctas, rows], natural logarithm
 };
 
 // out = (out_a e^lse_a + out_b e^lse_b) / (e^lse_a + e^lse_b), row by row.

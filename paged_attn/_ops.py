@@ -18,6 +18,7 @@ Scale = float | torch.Tensor | None
 _torch: Any = torch
 _OP_NAMES = (
     "paged_attention",
+    "plan_decode",
     "merge_states",
     "reshape_and_cache",
     "gather_cache",

@@ -11,23 +11,33 @@ from paged_attn import _ops
 from paged_attn._ops import Scale, split_scale
 
 
+# int32 words of a plan, for any device and any batch: kPlanWords of csrc/backend.h.
+_PLAN_WORDS = 8192
+
+
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the sequences of a step are cut, made once by `plan_decode` and used by all layers.
+    """How a step's work is cut into equal pieces: made by `plan_decode`, used by all layers.
 
     Attributes:
         num_q_heads: query heads it was made for.
         num_kv_heads: KV heads it was made for.
         head_dim: head dimension it was made for.
         query_len: query tokens of a sequence; 0 where lengths differ.
-        chunk_size: tokens in one chunk of a sequence, or None where the kernel chooses.
+        causal: whether queries see no later key.
+        sliding_window: keys that a query sees, or None for all.
+        chunk_size: tokens in one chunk of a sequence, or None where work is cut freely.
+        tensor: the plan on the device; None with a chunk_size, which leaves nothing to plan.
     """
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     query_len: int
+    causal: bool
+    sliding_window: int | None
     chunk_size: int | None
+    tensor: Tensor | None
 
 
 def plan_decode(
@@ -38,37 +48,55 @@ def plan_decode(
     head_dim: int,
     query_len: int = 1,
     cu_query_lens: Tensor | None = None,
+    num_query_tokens: int | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
     chunk_size: int | None = None,
 ) -> DecodePlan:
-    """Plans the decode kernel's work for one step, for all layers of one shape.
+    """Plans the decode kernel's work for one step, for all layers of one shape and window.
+
+    One small kernel turns the lengths into a cut line: the CTAs of the decode kernel get equal
+    numbers of tokens, wherever sequences begin and end. Without a plan `paged_attention` makes its
+    own at each call. On a CPU there is nothing to plan.
 
     Args:
-        seq_lens: [num_seqs] int32 or int64, lengths in tokens, those of this step included. Read on
-            the device only.
+        seq_lens: [num_seqs] int32 (int64 is converted), lengths in tokens, those of this step
+            included. Read on the device only.
         num_q_heads: query heads.
         num_kv_heads: KV heads.
         head_dim: head dimension.
         query_len: query tokens of each sequence.
-        cu_query_lens: [num_seqs + 1] int32, where the query is ragged; query_len is ignored then.
-        chunk_size: cut every sequence at multiples of this many tokens. A sequence's result then
-            has the same bits in any batch. None: the kernel cuts as suits the batch.
+        cu_query_lens: [num_seqs + 1] int32 (int64 is converted), where the query is ragged;
+            query_len is ignored then.
+        num_query_tokens: tokens of the ragged query, padding included; not needed with a
+            chunk_size.
+        causal: as for `paged_attention`.
+        sliding_window: as for `paged_attention`.
+        chunk_size: cut every sequence at multiples of this many tokens instead. A sequence's result
+            then has the same bits in any batch.
 
     Returns:
-        The plan to give to `paged_attention`. It stays right when the contents of seq_lens change
-        (CUDA graph replay); it does not hold the tensor.
+        The plan to give to `paged_attention`. It does not hold the tensors. Of two calls on
+        different streams each needs its own.
 
     Raises:
-        ValueError: a head count, head dimension, query_len or chunk_size is not positive, or
-            num_q_heads is no multiple of num_kv_heads.
+        ValueError: a number is not positive, num_q_heads is no multiple of num_kv_heads, or
+            cu_query_lens comes without num_query_tokens.
+        RuntimeError: seq_lens or cu_query_lens does not fit; the message names it.
+
+    Runs on the current stream of seq_lens' device and never waits for it. Captured in a CUDA graph,
+    it plans anew at each replay.
     """
-    for name, count in (
-        ("num_q_heads", num_q_heads),
-        ("num_kv_heads", num_kv_heads),
-        ("head_dim", head_dim),
-        ("query_len", query_len),
-        ("chunk_size", 1 if chunk_size is None else chunk_size),
-    ):
-        if count < 1:
+    counts = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "query_len": query_len,
+        "sliding_window": sliding_window,
+        "chunk_size": chunk_size,
+    }
+    for name, count in counts.items():
+        if count is not None and count < 1:
             raise ValueError(f"plan_decode: {name} must be at least 1, got {count}")
     if num_q_heads % num_kv_heads != 0:
         raise ValueError(
@@ -77,25 +105,58 @@ def plan_decode(
         )
     if seq_lens.dim() != 1:
         raise ValueError(f"plan_decode: seq_lens must be [num_seqs], got {tuple(seq_lens.shape)}")
+    if cu_query_lens is not None and num_query_tokens is None and chunk_size is None:
+        raise ValueError("plan_decode: num_query_tokens must be given with cu_query_lens")
+    tensor = None
+    if chunk_size is None:
+        tensor = torch.empty(_PLAN_WORDS, dtype=torch.int32, device=seq_lens.device)
+        _ops.lib.plan_decode(
+            tensor,
+            seq_lens,
+            cu_query_lens,
+            num_query_tokens or 0,
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            query_len,
+            causal,
+            sliding_window,
+        )
     return DecodePlan(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         query_len=0 if cu_query_lens is not None else query_len,
+        causal=causal,
+        sliding_window=sliding_window,
         chunk_size=chunk_size,
+        tensor=tensor,
     )
 
 
-def _check_plan(plan: DecodePlan, query: Tensor, key_cache: Tensor, ragged: bool) -> None:
+def _check_plan(
+    plan: DecodePlan,
+    query: Tensor,
+    key_cache: Tensor,
+    ragged: bool,
+    mask: tuple[bool, int | None],
+) -> None:
     if query.dim() not in (3, 4) or key_cache.dim() != 4:
         return  # the op says what is wrong
     query_len = 0 if ragged else query.shape[1] if query.dim() == 4 else 1
-    got = (query.shape[-2], key_cache.shape[2], query.shape[-1], query_len)
-    planned = (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.query_len)
+    got = (query.shape[-2], key_cache.shape[2], query.shape[-1], query_len, *mask)
+    planned = (
+        plan.num_q_heads,
+        plan.num_kv_heads,
+        plan.head_dim,
+        plan.query_len,
+        # Chunks are the same under any mask.
+        *((plan.causal, plan.sliding_window) if plan.chunk_size is None else mask),
+    )
     if got != planned:
         raise ValueError(
             "paged_attention: plan must be made for this call's (num_q_heads, num_kv_heads, "
-            f"head_dim, query_len) {got}, got one for {planned}"
+            f"head_dim, query_len, causal, sliding_window) {got}, got one for {planned}"
         )
 
 
@@ -166,13 +227,15 @@ def paged_attention(
         RuntimeError: an argument does not fit; the message names it, and nothing was written. On
             CPU lengths and used table entries are checked always, on CUDA in debug mode
             (`paged_attn.set_debug`), else they are trusted.
-        ValueError: the plan was made for another shape.
+        ValueError: the plan was made for another shape or mask.
 
     Runs on the current stream of query's device and never waits for it; can be captured in a CUDA
     graph and replayed with other lengths and tables. Same inputs give the same bits.
     """
     if plan is not None:
-        _check_plan(plan, query, key_cache, cu_query_lens is not None)
+        _check_plan(
+            plan, query, key_cache, cu_query_lens is not None, (causal, sliding_window)
+        )
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = None
@@ -200,6 +263,7 @@ def paged_attention(
         k_float,
         v_float,
         None if plan is None else plan.chunk_size,
+        None if plan is None else plan.tensor,
     )
     return out if lse is None else (out, lse)
 

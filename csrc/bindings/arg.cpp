@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "bindings/device.h"
@@ -62,6 +64,12 @@ std::optional<DType> row_dtype(ScalarType dtype) {
     default:
       return std::nullopt;
   }
+}
+
+int32_t checked_count(const char* op, const char* name, std::optional<int64_t> count) {
+  if (!count) return 0;
+  if (*count < 1) fail(op, ": ", name, " must be at least 1, or None for none, got ", *count);
+  return static_cast<int32_t>(std::min<int64_t>(*count, std::numeric_limits<int32_t>::max()));
 }
 
 Arg::Arg(const char* op, const char* name, Tensor tensor)

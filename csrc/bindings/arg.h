@@ -37,6 +37,9 @@ std::string dtype_name(ScalarType dtype);
 // bfloat16 or float32.
 std::optional<DType> row_dtype(ScalarType dtype);
 
+// A count of at least 1; 0 for None, which in kernels stands for "off".
+int32_t checked_count(const char* op, const char* name, std::optional<int64_t> count);
+
 class Arg {
  public:
   Arg(const char* op, const char* name, Tensor tensor);

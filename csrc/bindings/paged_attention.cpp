@@ -39,6 +39,7 @@ struct AttentionArgs {
   std::optional<double> k_scale_value;
   std::optional<double> v_scale_value;
   std::optional<int64_t> chunk_size;
+  std::optional<Tensor> plan;
 };
 
 AttentionArgs read_args(StableIValue* stack) {
@@ -61,7 +62,8 @@ AttentionArgs read_args(StableIValue* stack) {
           .v_scale = in.optional_tensor(),
           .k_scale_value = in.optional_float(),
           .v_scale_value = in.optional_float(),
-          .chunk_size = in.optional_int()};
+          .chunk_size = in.optional_int(),
+          .plan = in.optional_tensor()};
 }
 
 // A query may be [num_seqs, heads, d], [num_seqs, query_len, heads, d] or, ragged,
@@ -161,12 +163,6 @@ float checked_softcap(const AttentionArgs& args) {
   return static_cast<float>(*args.softcap);
 }
 
-int32_t checked_count(const char* name, std::optional<int64_t> count) {
-  if (!count) return 0;
-  if (*count < 1) fail(kOp, ": ", name, " must be at least 1, or None for none, got ", *count);
-  return static_cast<int32_t>(std::min<int64_t>(*count, std::numeric_limits<int32_t>::max()));
-}
-
 // The arguments as kernels take them, with what keeps their memory alive.
 struct Call {
   DecodeParams params;
@@ -214,26 +210,43 @@ void set_numbers(DecodeParams& params, const AttentionArgs& args, const Pools& p
   params.num_q_heads = static_cast<int32_t>(shape.num_heads);
   params.scale = checked_scale(args, shape.head_dim);
   params.softcap = checked_softcap(args);
-  params.sliding_window = checked_count("sliding_window", args.sliding_window);
+  params.sliding_window = checked_count(kOp, "sliding_window", args.sliding_window);
   params.causal = args.causal;
   params.vector_aligned = pools.vector_aligned();
 }
 
-// Lets the backend cut the sequences, gives it the workspace that it needs, and runs it.
-void run(DecodeParams& params, const Tensor& query, int32_t requested_chunk) {
+Tensor new_words(const Tensor& like, int64_t count, ScalarType dtype) {
+  const std::array<int64_t, 1> size{count};
+  return torch::stable::new_empty(like, {size.data(), size.size()}, dtype);
+}
+
+void check_plan(const Arg& plan, const Arg& query) {
+  plan.require_on_device_of(query);
+  plan.require(plan.dtype() == ScalarType::Int && plan.has_shape({backend::kPlanWords}) &&
+                   plan.tensor().is_contiguous(),
+               "be int32 [", backend::kPlanWords, "] from plan_decode, got ", plan.shape());
+}
+
+// Gives the backend the plan and the workspace that it needs, and runs it.
+void run(const DecodeParams& params, const Tensor& query, int32_t chunk_size,
+         const std::optional<Arg>& given_plan) {
   const device::Scope scope(query);
-  const backend::ChunkPlan plan = backend::plan_chunks(params, requested_chunk);
-  params.chunk_size = plan.chunk_size;
-  params.max_chunks = plan.max_chunks;
-  std::optional<Tensor> partial;
-  if (plan.partials) {
-    const int64_t rows = params.num_tokens * params.num_q_heads * plan.max_chunks;
-    const std::array<int64_t, 1> size{rows * (params.shape.head_dim + 1)};
-    partial = torch::stable::new_empty(query, {size.data(), size.size()}, ScalarType::Float);
-    params.partial_out = static_cast<float*>(partial->data_ptr());
-    params.partial_lse = params.partial_out + rows * params.shape.head_dim;
+  const backend::DecodeNeeds needs = backend::decode_needs(params, chunk_size);
+  std::optional<Tensor> plan, workspace;
+  int32_t* plan_words = given_plan ? given_plan->data<int32_t>() : nullptr;
+  if (needs.plan && plan_words == nullptr) {
+    plan = new_words(query, backend::kPlanWords, ScalarType::Int);
+    plan_words = static_cast<int32_t*>(plan->data_ptr());
+    backend::make_plan(params, plan_words, scope.stream());
   }
-  backend::decode(params, scope.stream());
+  if (needs.workspace_floats > 0) {
+    workspace = new_words(query, needs.workspace_floats, ScalarType::Float);
+  }
+  backend::decode({.params = params,
+                   .chunk_size = chunk_size,
+                   .plan = plan_words,
+                   .workspace = workspace ? static_cast<float*>(workspace->data_ptr()) : nullptr},
+                  scope.stream());
 }
 
 }  // namespace
@@ -257,12 +270,16 @@ void paged_attention(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_
                                         pools, query)};
   set_tensors(call, args, query, pools, shape, cu_query_lens);
   set_numbers(call.params, args, pools, shape);
-  const int32_t requested_chunk = checked_count("chunk_size", args.chunk_size);
+  const int32_t chunk_size = checked_count(kOp, "chunk_size", args.chunk_size);
+  const std::optional<Arg> plan = named("plan", args.plan);
+  if (plan) check_plan(*plan, query);
   check_results(out, lse, query);
   call.params.query_dtype = query_dtype;
   call.params.out = rows_view(out);
   call.params.lse = lse ? lse->data<float>() : nullptr;
-  if (shape.num_tokens > 0 && shape.num_heads > 0) run(call.params, args.query, requested_chunk);
+  if (shape.num_tokens > 0 && shape.num_heads > 0) {
+    run(call.params, args.query, chunk_size, plan);
+  }
 }
 
 }  // namespace paged_attn

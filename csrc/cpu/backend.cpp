@@ -3,7 +3,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -64,13 +63,15 @@ void copy_block(const BlockRuns& runs, int64_t source, int64_t destination) {
 
 namespace backend {
 
-// One thread walks a sequence from end to end, so a sequence is one chunk, and its bits do not
-// depend on the batch.
-ChunkPlan plan_chunks(const DecodeParams& /*params*/, int32_t /*requested*/) {
-  return {std::numeric_limits<int32_t>::max(), 1, false};
+// One thread walks a sequence from end to end: there is nothing to plan, and a sequence's bits do
+// not depend on the batch.
+DecodeNeeds decode_needs(const DecodeParams& /*params*/, int32_t /*chunk_size*/) {
+  return {false, 0};
 }
 
-void decode(const DecodeParams& params, Stream /*stream*/) { kernels().decode(params); }
+void make_plan(const DecodeParams& /*params*/, int32_t* /*plan*/, Stream /*stream*/) {}
+
+void decode(const DecodeCall& call, Stream /*stream*/) { kernels().decode(call.params); }
 void merge_states(const MergeParams& params, Stream /*stream*/) { kernels().merge_states(params); }
 void write_cache(const CacheWriteParams& params, Stream /*stream*/) {
   kernels().write_cache(params);

@@ -13,8 +13,15 @@ using CudaStream = CUstream_st*;
 template <DType kQuery, DType kKv, int kVecs>
 void launch_decode_simt(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
 
+// kDim: 64, 128 or 256; kColumns: tiles of 8 query rows, 1 or 2 (with kDim 256 only 1).
+template <DType kQuery, DType kKv, int kDim, int kColumns>
+void launch_decode_mma(const DecodeMmaParams& params, unsigned num_ctas, CudaStream stream);
+
 template <DType kQuery>
 void launch_combine_chunks(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
+
+// One CTA; plan.num_ctas is at most 1023.
+void launch_plan(const PlanParams& params, CudaStream stream);
 
 template <DType kType>
 void launch_merge_states(const MergeParams& params, unsigned num_ctas, CudaStream stream);

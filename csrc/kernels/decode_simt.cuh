@@ -9,6 +9,7 @@
 #include "device/dtype.cuh"
 #include "device/paged_kv.cuh"
 #include "device/ptx.cuh"
+#include "device/row_results.cuh"
 #include "device/softmax.cuh"
 #include "device/warp.cuh"
 #include "params.h"
@@ -23,12 +24,7 @@ struct DecodeSimt {
   static constexpr int kRows = 4 / kVecs;
   static constexpr int kMaxHeadDim = kVecs * kVector * ptx::kWarpSize;
 
-  // Each warp's result for each row.
-  struct Smem {
-    float max[kWarps][kRows];
-    float sum[kWarps][kRows];
-    float out[kWarps][kRows][kMaxHeadDim];
-  };
+  using Smem = WarpResults<kWarps, kRows, kMaxHeadDim>;
 
   struct Item {
     QueryToken query;
@@ -198,38 +194,6 @@ struct DecodeSimt {
       }
     }
   }
-
-  // Merges the warps and writes the rows: to `out`, or as partial results of the chunk.
-  static __device__ void write_rows(const DecodeParams& p, const Item& item, const Smem& smem) {
-    const bool partial = p.partial_out != nullptr;
-    for (int i = threadIdx.x; i < item.num_rows * p.shape.head_dim; i += kThreads) {
-      const int r = i / p.shape.head_dim;
-      const int d = i % p.shape.head_dim;
-      const int64_t head = item.first_head + r;
-      SoftmaxState total;
-      float sum = 0.f;
-#pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        sum *= total.raise(smem.max[warp][r]);
-        const float weight = total.weight_of(smem.max[warp][r]);
-        total.sum += smem.sum[warp][r] * weight;
-        sum += smem.out[warp][r][d] * weight;
-      }
-      if (!partial && p.sinks != nullptr) {
-        sum *= total.raise(p.sinks[head]);
-        total.add(p.sinks[head]);
-      }
-      const float value = sum * total.inverse();
-      if (partial) {
-        const int64_t row = (item.token * p.num_q_heads + head) * p.max_chunks + item.chunk;
-        p.partial_out[row * p.shape.head_dim + d] = value;
-        if (d == 0) p.partial_lse[row] = total.lse();
-      } else {
-        store_float<kQuery>(p.out.data, p.row(p.out, item.token, head) + d, value);
-        if (d == 0 && p.lse != nullptr) p.lse[item.token * p.num_q_heads + head] = total.lse();
-      }
-    }
-  }
 };
 
 template <DType kQuery, DType kKv, int kVecs>
@@ -261,7 +225,20 @@ __global__ void __launch_bounds__(DecodeSimt<kQuery, kKv, kVecs>::kThreads, 3)
     Kernel::merge_groups(lanes, rows);
     Kernel::publish(p, lanes, rows, smem);
     ptx::cta_sync();  // every warp's result is in shared memory
-    Kernel::write_rows(p, item, smem);
+    const bool partial = p.partial_out != nullptr;
+    merge_warps(
+        smem, item.num_rows, p.shape.head_dim,
+        [&](int r, SoftmaxState& softmax) {
+          return partial ? 1.f : add_sink(p, item.first_head + r, softmax);
+        },
+        [&](int r, int d, float value, float lse) {
+          const RowTarget target = {item.token, item.first_head + r};
+          if (partial) {
+            write_chunk(p, target, item.chunk, d, value, lse);
+          } else {
+            write_output<kQuery>(p, target, d, value, lse);
+          }
+        });
     ptx::cta_sync();  // all have read it, before the next item overwrites it
   }
 }

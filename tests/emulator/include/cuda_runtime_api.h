@@ -17,6 +17,7 @@ enum cudaDeviceAttr : int {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
 
@@ -60,6 +61,9 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor:
       *value = config.compute_capability_minor;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:  // a CTA may take all but 1 KiB of it
+      *value = static_cast<int>(config.max_shared_memory) + 1024;
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = static_cast<int>(config.max_shared_memory);

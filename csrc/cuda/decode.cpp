@@ -1,0 +1,238 @@
+// The decode functions of backend.h on CUDA: which kernel, how much work, which instance.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+
+#include "backend.h"
+#include "cuda/grid.h"
+#include "cuda/instances.h"
+#include "dispatch.h"
+
+namespace paged_attn::backend {
+namespace {
+
+// A sequence is split only where there is too little other work, and into chunks of at least this
+// many tokens, so that partial results stay a small part of the traffic.
+constexpr int64_t kMinChunk = 256;
+constexpr int64_t kChunkAlignment = 64;
+constexpr int64_t kSplitCtasPerSm = 4;
+
+// The first compute capability whose tensor cores and asynchronous copies the kernel needs.
+constexpr int kMmaCapability = 80;
+constexpr int32_t kMmaMaxHeadDim = 256;
+constexpr int64_t kCopyBytes = 16;
+constexpr int64_t kRowsPerColumn = 8;  // of a tile of query rows
+
+// One lane of the SIMT kernel holds 8 elements of a row, or 16 past this head_dim.
+constexpr int32_t kOneVectorHeadDim = 256;
+
+// The kernel for a call: what its template parameters will be.
+struct Choice {
+  bool mma;
+  int dim;      // mma: head_dim rounded up
+  int columns;  // mma: tiles of 8 query rows
+};
+
+// Whether every piece of 16 bytes of a pool is aligned.
+bool pieces_aligned(const PoolView& pool, const DecodeParams& params) {
+  const int64_t bytes = element_size(params.kv_dtype);
+  return reinterpret_cast<uintptr_t>(pool.data) % kCopyBytes == 0 &&
+         pool.block_stride * bytes % kCopyBytes == 0 &&
+         pool.token_stride * bytes % kCopyBytes == 0 &&
+         pool.head_stride * bytes % kCopyBytes == 0 &&
+         params.shape.head_dim * bytes % kCopyBytes == 0;
+}
+
+// The largest unit that divides both strides; false if a row may lie beyond 2^32 of them.
+bool make_units(const PoolView& pool, const DecodeParams& params, RowUnits& units) {
+  const int64_t bytes = element_size(params.kv_dtype);
+  const int64_t block = params.shape.num_blocks > 1 ? pool.block_stride * bytes : 0;
+  const int64_t token = params.shape.block_size > 1 ? pool.token_stride * bytes : 0;
+  const int64_t unit = std::max(std::gcd(block, token), kCopyBytes);
+  const int64_t last = (params.shape.num_blocks - 1) * (block / unit) +
+                       (params.shape.block_size - 1) * (token / unit);
+  constexpr int64_t kLimit = std::numeric_limits<uint32_t>::max();
+  if (unit > kLimit || last > kLimit) return false;
+  units = {static_cast<uint32_t>(block / unit), static_cast<uint32_t>(token / unit),
+           static_cast<uint32_t>(unit)};
+  return true;
+}
+
+bool is_per_token(const ScaleView& scale) {
+  return scale.data != nullptr && (scale.block_stride != 0 || scale.token_stride != 0);
+}
+
+bool make_mma_params(const DecodeParams& params, DecodeMmaParams& mma) {
+  mma.decode = params;
+  mma.block_size = Divider::of(static_cast<uint32_t>(params.shape.block_size));
+  return make_units(params.key_cache, params, mma.key_units) &&
+         make_units(params.value_cache, params, mma.value_units);
+}
+
+// Column tiles of 8 rows: two where a sequence has more rows than one holds, and registers do.
+int num_columns(const DecodeParams& params) {
+  const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
+  const bool several_tokens = params.num_tokens > params.num_seqs;
+  const int64_t rows = params.cu_query_lens != nullptr && several_tokens ? 2 * kRowsPerColumn
+                                                                         : params.query_len * group;
+  return params.shape.head_dim <= 128 && rows > kRowsPerColumn ? 2 : 1;
+}
+
+Choice choose(const DecodeParams& params) {
+  const int32_t head_dim = params.shape.head_dim;
+  DecodeMmaParams unused{};
+  const bool mma = params.query_dtype != DType::kF32 && head_dim <= kMmaMaxHeadDim &&
+                   !is_per_token(params.k_scale) && !is_per_token(params.v_scale) &&
+                   pieces_aligned(params.key_cache, params) &&
+                   pieces_aligned(params.value_cache, params) && make_mma_params(params, unused) &&
+                   compute_capability() >= kMmaCapability;
+  const int dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+  return {mma, dim, num_columns(params)};
+}
+
+int64_t simt_rows(const DecodeParams& params) {
+  return params.shape.head_dim <= kOneVectorHeadDim ? 4 : 2;
+}
+
+// Work items of the decode kernel with sequences in one piece.
+int64_t items_per_chunk(const DecodeParams& params, const Choice& choice) {
+  if (choice.mma)
+    return params.num_row_tiles(kRowsPerColumn * choice.columns) * params.shape.num_kv_heads;
+  const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
+  return params.num_tokens * params.shape.num_kv_heads * ceil_div(group, simt_rows(params));
+}
+
+template <DType kQuery, DType kKv>
+void launch_mma(const DecodeMmaParams& params, const Choice& choice, unsigned num_ctas,
+                CudaStream stream) {
+  dispatch<64, 128, 256>(choice.dim, [&](auto dim) {
+    constexpr int kDim = dim.value;
+    if (choice.columns == 1) {
+      launch_decode_mma<kQuery, kKv, kDim, 1>(params, num_ctas, stream);
+    } else if constexpr (kDim < 256) {
+      launch_decode_mma<kQuery, kKv, kDim, 2>(params, num_ctas, stream);
+    }
+  });
+}
+
+// Sequences cut into chunks of one size, whose partial results a second kernel merges.
+struct Chunks {
+  int32_t size;
+  int32_t count;  // of the longest sequence that the table has room for
+  bool partial;   // false: one chunk, and no second kernel
+};
+
+Chunks make_chunks(const DecodeParams& params, const Choice& choice, int32_t requested) {
+  constexpr int64_t kWhole = std::numeric_limits<int32_t>::max();
+  const int64_t capacity =
+      std::min(kWhole, params.block_tables.max_blocks * int64_t{params.shape.block_size});
+  int64_t size = requested;
+  if (size == 0) {
+    const int64_t splits = ceil_div(num_sms() * kSplitCtasPerSm, items_per_chunk(params, choice));
+    if (splits == 1 || capacity <= kMinChunk) return {static_cast<int32_t>(kWhole), 1, false};
+    size = std::max(kMinChunk,
+                    ceil_div(ceil_div(capacity, splits), kChunkAlignment) * kChunkAlignment);
+  }
+  // Of a requested size even a single chunk is a partial result, so that the width of the table
+  // does not show in the bits.
+  const int64_t count = std::max<int64_t>(1, ceil_div(capacity, size));
+  return {static_cast<int32_t>(size), static_cast<int32_t>(count), count > 1 || requested > 0};
+}
+
+bool is_planned(const Choice& choice, int32_t chunk_size) { return choice.mma && chunk_size == 0; }
+
+int64_t num_chunk_rows(const DecodeParams& params, const Chunks& chunks) {
+  return params.num_tokens * params.num_q_heads * chunks.count;
+}
+
+// CTAs of a plan: those that are resident at once, with rings of up to 70 KiB each.
+int32_t plan_ctas() {
+  constexpr int64_t kTwoRings = 160 * 1024;
+  constexpr int64_t kMost = 1023;  // see kernels/plan.cuh
+  return static_cast<int32_t>(
+      std::min(kMost, num_sms() * (shared_memory_per_sm() >= kTwoRings ? 2 : 1)));
+}
+
+PlanView plan_view(int32_t* words) {
+  const int32_t num_ctas = plan_ctas();
+  Cut* cuts = reinterpret_cast<Cut*>(words);
+  return {cuts, reinterpret_cast<uint32_t*>(cuts + num_ctas + 1), num_ctas};
+}
+static_assert(PlanView::words(1023) <= kPlanWords);
+
+template <DType kQuery, DType kKv>
+void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stream) {
+  const Choice choice = choose(params);
+  params.chunk_size = std::numeric_limits<int32_t>::max();
+  params.max_chunks = 1;
+  DecodeMmaParams mma{};
+  const bool planned = is_planned(choice, call.chunk_size);
+  if (!planned) {
+    const Chunks chunks = make_chunks(params, choice, call.chunk_size);
+    params.chunk_size = chunks.size;
+    params.max_chunks = chunks.count;
+    if (chunks.partial) {
+      params.partial_out = call.workspace;
+      params.partial_lse = call.workspace + num_chunk_rows(params, chunks) * params.shape.head_dim;
+    }
+  }
+  const unsigned num_ctas = grid_for(items_per_chunk(params, choice) * params.max_chunks);
+  if constexpr (kQuery != DType::kF32) {
+    if (choice.mma) {
+      make_mma_params(params, mma);
+      if (planned) {
+        mma.plan = plan_view(call.plan);
+        mma.fragment_out = call.workspace;
+        mma.fragment_lse = call.workspace + 2 * int64_t{mma.plan.num_ctas} * kRowsPerColumn *
+                                                choice.columns * params.shape.head_dim;
+      }
+      launch_mma<kQuery, kKv>(mma, choice, planned ? mma.plan.num_ctas : num_ctas, stream);
+      return;
+    }
+  }
+  if (params.shape.head_dim <= kOneVectorHeadDim) {
+    launch_decode_simt<kQuery, kKv, 1>(params, num_ctas, stream);
+  } else {
+    launch_decode_simt<kQuery, kKv, 2>(params, num_ctas, stream);
+  }
+}
+
+}  // namespace
+
+DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size) {
+  const Choice choice = choose(params);
+  const int64_t row_floats = params.shape.head_dim + 1;
+  if (is_planned(choice, chunk_size)) {
+    return {true, 2 * int64_t{plan_ctas()} * kRowsPerColumn * choice.columns * row_floats};
+  }
+  const Chunks chunks = make_chunks(params, choice, chunk_size);
+  return {false, chunks.partial ? num_chunk_rows(params, chunks) * row_floats : 0};
+}
+
+void make_plan(const DecodeParams& params, int32_t* plan, Stream stream) {
+  // Tokens that a row tile costs beside its keys: about a microsecond of one CTA.
+  constexpr int32_t kOverhead = 40;
+  PlanParams plan_params{.decode = params,
+                         .plan = plan_view(plan),
+                         .rows = static_cast<int32_t>(kRowsPerColumn) * num_columns(params),
+                         .overhead = kOverhead};
+  plan_params.decode.chunk_size = std::numeric_limits<int32_t>::max();
+  launch_plan(plan_params, cuda_stream(stream));
+}
+
+void decode(const DecodeCall& call, Stream stream) {
+  DecodeParams params = call.params;
+  dispatch_float(params.query_dtype, [&](auto query) {
+    constexpr DType kQuery = query.value;
+    dispatch_kv<kQuery>(params.kv_dtype, [&](auto kv) {
+      launch_kernel<kQuery, kv.value>(call, params, cuda_stream(stream));
+    });
+    if (params.partial_out != nullptr) {
+      const int64_t num_rows = params.num_tokens * params.num_q_heads;
+      launch_combine_chunks<kQuery>(params, grid_for(num_rows), cuda_stream(stream));
+    }
+  });
+}
+
+}  // namespace paged_attn::backend

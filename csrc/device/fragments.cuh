@@ -1,0 +1,115 @@
+// Operands of mma.m16n8k16 from rows in shared memory. g is lane / 4 and t is lane % 4, as in the
+// PTX ISA: A holds rows g and g + 8, columns 2t, 2t + 1, 2t + 8, 2t + 9; B holds rows 2t, 2t + 1,
+// 2t + 8, 2t + 9 of column g; C holds rows g and g + 8, columns 2t and 2t + 1.
+#pragma once
+
+#include <cstdint>
+
+#include "device/ptx.cuh"
+#include "params.h"
+
+namespace paged_attn {
+
+struct FragmentA {
+  uint32_t words[4];
+};
+
+struct FragmentB {
+  uint32_t words[2];
+};
+
+struct FragmentC {
+  float values[4] = {};
+};
+
+template <DType kOperand>
+__device__ __forceinline__ void multiply(FragmentC& c, const FragmentA& a, const FragmentB& b) {
+  if constexpr (kOperand == DType::kF16) {
+    ptx::mma_m16n8k16_f16(c.values, a.words, b.words);
+  } else {
+    ptx::mma_m16n8k16_bf16(c.values, a.words, b.words);
+  }
+}
+
+template <DType kOperand>
+__device__ __forceinline__ uint32_t pack_pair(float first, float second) {
+  return kOperand == DType::kF16 ? ptx::floats_to_f16x2(first, second)
+                                 : ptx::floats_to_bf16x2(first, second);
+}
+
+// Four 8-bit values as two pairs in half precision, which holds all of them exactly.
+struct HalfPairs {
+  uint32_t low;
+  uint32_t high;
+};
+
+template <DType kKv>
+__device__ __forceinline__ HalfPairs widen(uint32_t bytes) {
+  if constexpr (kKv == DType::kF8E4m3) {
+    return {ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(bytes)),
+            ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(bytes >> 16))};
+  } else if constexpr (kKv == DType::kF8E5m2) {
+    // The upper byte of a half.
+    return {ptx::byte_permute(bytes, 0, 0x1404), ptx::byte_permute(bytes, 0, 0x3424)};
+  } else {
+    // x + 128 in the low bits of 1024.0: subtracting 1152 leaves x.
+    constexpr uint32_t kExponent = 0x64646464u;
+    constexpr uint32_t kBias = 0xe480e480u;  // -1152, twice
+    const uint32_t shifted = bytes ^ 0x80808080u;
+    return {ptx::add_f16x2(ptx::byte_permute(shifted, kExponent, 0x4140), kBias),
+            ptx::add_f16x2(ptx::byte_permute(shifted, kExponent, 0x4342), kBias)};
+  }
+}
+
+// K: 16 tokens x 16 dimensions (x 32 for 8 bits: two fragments), tokens on the rows of A. `tile`
+// is the shared address of the first token's first dimension; rows are `kPitch` bytes apart.
+//
+// For 8 bits a lane's four bytes are four neighbouring dimensions, 4t to 4t + 3. They become
+// columns 2t, 2t + 1, 2t + 8, 2t + 9: the query's fragment is permuted alike.
+template <DType kKv, int kPitch>
+__device__ __forceinline__ void load_keys(uint32_t tile, FragmentA* fragments) {
+  const int lane = threadIdx.x % ptx::kWarpSize;
+  uint32_t words[4];
+  ptx::ldmatrix(words, tile + lane % 16 * kPitch + lane / 16 * 16);
+  if constexpr (is_8bit(kKv)) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const HalfPairs upper = widen<kKv>(words[2 * half]);
+      const HalfPairs lower = widen<kKv>(words[2 * half + 1]);
+      fragments[half] = {{upper.low, lower.low, upper.high, lower.high}};
+    }
+  } else {
+    fragments[0] = {{words[0], words[1], words[2], words[3]}};
+  }
+}
+
+// V: 16 tokens x 16 dimensions (x 32 for 8 bits), transposed: dimensions on the rows of A.
+//
+// For 8 bits the matrices are transposed in pairs of bytes, so even dimensions come to rows 0 to 7
+// and odd ones to rows 8 to 15.
+template <DType kKv, int kPitch>
+__device__ __forceinline__ void load_values(uint32_t tile, FragmentA* fragments) {
+  const int lane = threadIdx.x % ptx::kWarpSize;
+  uint32_t words[4];
+  if constexpr (is_8bit(kKv)) {
+    ptx::ldmatrix_trans(words, tile + lane % 16 * kPitch + lane / 16 * 16);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Bytes of two tokens: even, odd, even, odd dimension.
+      const HalfPairs first = widen<kKv>(ptx::byte_permute(words[2 * half], 0, 0x3120));
+      const HalfPairs second = widen<kKv>(ptx::byte_permute(words[2 * half + 1], 0, 0x3120));
+      fragments[half] = {{first.low, first.high, second.low, second.high}};
+    }
+  } else {
+    ptx::ldmatrix_trans(words, tile + (lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 16);
+    fragments[0] = {{words[0], words[1], words[2], words[3]}};
+  }
+}
+
+// The dimension, of the 16 of a fragment of V, on row g (+ 8 if `lower`) of A and C.
+template <DType kKv>
+__device__ __forceinline__ int dimension_of(int g, bool lower) {
+  return is_8bit(kKv) ? 2 * g + lower : g + 8 * lower;
+}
+
+}  // namespace paged_attn

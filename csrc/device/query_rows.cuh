@@ -1,0 +1,121 @@
+// The query rows of an item as operands, and what is known of each.
+#pragma once
+
+#include "device/dtype.cuh"
+#include "device/fragments.cuh"
+#include "device/ptx.cuh"
+#include "device/softmax.cuh"
+#include "params.h"
+
+namespace paged_attn {
+
+// A row's visible keys within the item, its position and its ALiBi slope; rows past the item's
+// last see nothing.
+struct RowInfo {
+  int begin;
+  int end;
+  int position;
+  float slope;
+};
+
+__device__ inline RowInfo make_row_info(const DecodeParams& p, const RowTile& item, int r) {
+  if (r >= item.num_rows) return {0, 0, 0, 0.f};
+  const int64_t group = p.num_q_heads / p.shape.num_kv_heads;
+  const int64_t index = (item.first_row + r) / group;
+  const TokenRange visible = p.visible({item.seq, index, item.query_len});
+  const int64_t begin = visible.begin > item.range.begin ? visible.begin : item.range.begin;
+  const int64_t end = visible.end < item.range.end ? visible.end : item.range.end;
+  const int64_t position = item.seq < 0 ? 0 : p.seq_len(item.seq) - item.query_len + index;
+  const int64_t head = p.row_target(item, r).head;
+  return {static_cast<int>(begin), static_cast<int>(end), static_cast<int>(position),
+          p.alibi_slopes == nullptr ? 0.f : p.alibi_slopes[head]};
+}
+
+template <DType kQuery, DType kKv, int kDim, int kColumns>
+class QueryRows {
+ public:
+  // 8-bit values are exact in half precision, whatever the query is.
+  static constexpr DType kOperand = is_8bit(kKv) ? DType::kF16 : kQuery;
+
+  FragmentB fragments[kDim / 16][kColumns];
+
+  // What a score is multiplied by: scale, K's scale and log2(e), for row 2t + c of column tile n.
+  __device__ float factor(int n, int c) const {
+    if constexpr (kRescaled) return factors_[n][c];
+    return factors_[0][0];
+  }
+
+  __device__ void load(const DecodeParams& p, const RowTile& item) {
+    const float scale = p.scale * p.k_scale.at(0, 0, item.kv_head) * kLog2e;
+    const int g = threadIdx.x % ptx::kWarpSize / 4;
+    factors_[0][0] = scale;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const int r = 8 * n + g;
+      const bool live = r < item.num_rows;
+      const RowTarget target = p.row_target(item, live ? r : 0);
+      const int64_t offset = p.row(p.query, target.token, target.head);
+      if constexpr (kRescaled) {
+        const float row_scale = power_of_two(largest(p, offset, live));
+        load_row(p, offset, live, n, row_scale);
+        // This lane's rows of a result are 2t and 2t + 1; lane 4g knows row g.
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int row = 2 * (threadIdx.x % 4) + c;
+          factors_[n][c] = scale / ptx::shuffle(row_scale, 4 * row);
+        }
+      } else {
+        load_row(p, offset, live, n, 1.f);
+      }
+    }
+  }
+
+ private:
+  // bfloat16 rows that become half precision are scaled by a power of two each, which is exact.
+  static constexpr bool kRescaled = kQuery == DType::kBf16 && kOperand == DType::kF16;
+  // 8-bit keys come with their dimensions permuted within 16: see load_keys.
+  static constexpr bool kPermuted = is_8bit(kKv);
+
+  float factors_[kRescaled ? kColumns : 1][kRescaled ? 2 : 1];
+
+  // Two neighbouring elements; 0 past head_dim and past the last row.
+  static __device__ float2 load_pair(const DecodeParams& p, int64_t offset, int element,
+                                     bool live) {
+    if (!live || element >= p.shape.head_dim) return make_float2(0.f, 0.f);
+    return make_float2(load_float<kQuery>(p.query.data, offset + element),
+                       load_float<kQuery>(p.query.data, offset + element + 1));
+  }
+
+  __device__ void load_row(const DecodeParams& p, int64_t offset, bool live, int n,
+                           float row_scale) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int element = 16 * d + (kPermuted ? 4 * t + 2 * half : 2 * t + 8 * half);
+        const float2 pair = load_pair(p, offset, element, live);
+        fragments[d][n].words[half] = pack_pair<kOperand>(pair.x * row_scale, pair.y * row_scale);
+      }
+    }
+  }
+
+  // The largest magnitude of the row that lanes 4g to 4g + 3 share.
+  static __device__ float largest(const DecodeParams& p, int64_t offset, bool live) {
+    float max = 0.f;
+    for (int element = 2 * (threadIdx.x % 4); element < p.shape.head_dim; element += 8) {
+      const float2 pair = load_pair(p, offset, element, live);
+      max = fmaxf(max, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
+    max = fmaxf(max, ptx::shuffle_xor(max, 1));
+    return fmaxf(max, ptx::shuffle_xor(max, 2));
+  }
+
+  // The power of two that brings x to [1, 2); 1 for 0, subnormals and infinity.
+  static __device__ float power_of_two(float x) {
+    const uint32_t exponent = ptx::float_to_bits(x) >> 23;
+    return exponent == 0 || exponent > 253 ? 1.f : ptx::bits_to_float((254 - exponent) << 23);
+  }
+};
+
+}  // namespace paged_attn
