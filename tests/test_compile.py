@@ -63,6 +63,7 @@ def attention_args(**changes: Any) -> tuple[Any, ...]:
         *(args[name] for name in ("softcap", "alibi_slopes", "sinks")),
         *args["scales"],
         args["chunk_size"],
+        None,
     )
 
 
@@ -90,6 +91,10 @@ SAMPLES: dict[str, tuple[Any, tuple[Any, ...]]] = {
             scales=SCALES,
             chunk_size=4,
         ),
+    ),
+    "plan": (
+        ops.plan_decode,
+        (torch.empty(8192, dtype=torch.int32), tables()[1], None, 0, 4, 2, 16, 1, True, None),
     ),
     "merge": (
         ops.merge_states,
@@ -127,7 +132,8 @@ def test_every_op_is_sampled() -> None:
 
 def test_schemas_mark_what_is_written() -> None:
     written = {
-        "paged_attention": {"out", "lse"},
+        "paged_attention": {"out", "lse", "plan"},
+        "plan_decode": {"plan"},
         "merge_states": {"out", "lse"},
         "reshape_and_cache": {"key_cache", "value_cache", "k_scale", "v_scale"},
         "gather_cache": set(),

@@ -212,7 +212,9 @@ PLAN: Args = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
         ({"query_len": 0}, "query_len must be at least 1, got 0"),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
         ({"seq_lens": torch.ones(2, 1)}, r"seq_lens must be \[num_seqs\], got \(2, 1\)"),
+        ({"cu_query_lens": CU_QUERY_LENS}, "num_query_tokens must be given with cu_query_lens"),
     ],
 )
 def test_plan_refuses(change: Args, message: str) -> None:
@@ -228,7 +230,9 @@ def test_plan_refuses(change: Args, message: str) -> None:
         {"num_kv_heads": 1},
         {"head_dim": 8},
         {"query_len": 2},
-        {"cu_query_lens": CU_QUERY_LENS},
+        {"sliding_window": 3},
+        {"causal": False},
+        {"cu_query_lens": CU_QUERY_LENS, "num_query_tokens": 2},
     ],
     ids=str,
 )

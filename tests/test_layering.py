@@ -30,14 +30,15 @@ class Layer:
 
 LAYERS = (
     Layer("params.h", r"(?!)", STD),
+    Layer("mma_params.h", r"params\.h", STD),
     Layer("dispatch.h", r"(?!)", STD),
     Layer("backend.h", r"params\.h", STD),
     Layer("device/ptx.cuh", r"(?!)", f"{STD}|{CUDA}"),
-    Layer("device/[!p]*.cuh", r"params\.h|device/\w+\.cuh", f"{STD}|{CUDA}"),
-    Layer("device/p[!t]*.cuh", r"params\.h|device/\w+\.cuh", f"{STD}|{CUDA}"),
-    Layer("kernels/*.cuh", r"params\.h|device/\w+\.cuh", STD),
+    Layer("device/[!p]*.cuh", r"(mma_)?params\.h|device/\w+\.cuh", f"{STD}|{CUDA}"),
+    Layer("device/p[!t]*.cuh", r"(mma_)?params\.h|device/\w+\.cuh", f"{STD}|{CUDA}"),
+    Layer("kernels/*.cuh", r"(mma_)?params\.h|device/\w+\.cuh", STD),
     Layer("kernels/inst/*.cu", r"kernels/\w+\.cuh", r"(?!)"),
-    Layer("cuda/*", r"(params|dispatch|backend)\.h|cuda/\w+\.h", rf"{STD}|cuda_runtime_api\.h"),
+    Layer("cuda/*", r"(params|mma_params|dispatch|backend)\.h|cuda/\w+\.h", rf"{STD}|cuda_runtime_api\.h"),
     Layer("cpu/*", r"(params|dispatch|backend)\.h|cpu/\w+\.h", STD),
     Layer(
         "bindings/*",

@@ -8,6 +8,7 @@
 #include "cuda/grid.h"
 #include "cuda/instances.h"
 #include "dispatch.h"
+#include "mma_params.h"
 
 namespace paged_attn::backend {
 namespace {

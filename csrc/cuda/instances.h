@@ -2,7 +2,7 @@
 // on `stream` with num_ctas CTAs, any number from 1 on, and returns.
 #pragma once
 
-#include "params.h"
+#include "mma_params.h"
 
 struct CUstream_st;
 

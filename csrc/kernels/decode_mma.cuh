@@ -16,7 +16,7 @@
 #include "device/softmax.cuh"
 #include "device/token_ring.cuh"
 #include "device/work.cuh"
-#include "params.h"
+#include "mma_params.h"
 
 namespace paged_attn {
 

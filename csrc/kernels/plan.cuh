@@ -6,7 +6,7 @@
 #pragma once
 
 #include "device/ptx.cuh"
-#include "params.h"
+#include "mma_params.h"
 
 namespace paged_attn {
 

@@ -22,6 +22,7 @@ using OnTensor = void (*)(const char* op, void* data, int64_t num_bytes);
 
 constexpr int kFailed = 999;
 constexpr int kMultiprocessorCount = 16;  // of cudaDeviceAttr
+constexpr int kSharedMemoryPerSm = 81;
 constexpr int kMajor = 75;
 constexpr int kMinor = 76;
 
@@ -93,6 +94,8 @@ int cudaGetDevice(int* device) {
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
   if (attribute == kMultiprocessorCount) {
     *value = multiprocessors;
+  } else if (attribute == kSharedMemoryPerSm) {
+    *value = (arch == 80 ? 164 : 228) * 1024;
   } else if (attribute == kMajor) {
     *value = arch / 10;
   } else if (attribute == kMinor) {

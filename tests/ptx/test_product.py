@@ -21,6 +21,8 @@ from .machine import ORDERS
 
 ALL_DTYPES = (*FLOAT_DTYPES, *EIGHT_BIT_DTYPES)  # in the order of DType
 HEAD_DIMS = {1: 72, 2: 512}  # vectors a lane, and a head_dim that takes them
+MMA_PAIRS = [pair for pair in DTYPE_PAIRS if pair[0] != torch.float32]
+MMA_SHAPES = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))  # head_dim, tiles of 8 rows
 GATHERS = list(itertools.product(ALL_DTYPES, FLOAT_DTYPES))
 EIGHT = ("token", "head", "tensor")
 
@@ -50,6 +52,8 @@ def assert_ran(*instances: str) -> None:
 def test_the_instances_below_are_all_there_are(nvcc: None, arch: int) -> None:
     expected = [
         *(instance("decode_simt_kernel", *p, v) for p in DTYPE_PAIRS for v in HEAD_DIMS),
+        *(instance("decode_mma_kernel", *p, *m) for p in MMA_PAIRS for m in MMA_SHAPES),
+        instance("plan_kernel"),
         *(instance("combine_chunks_kernel", d) for d in FLOAT_DTYPES),
         *(instance("merge_states_kernel", d) for d in FLOAT_DTYPES),
         *(instance("cache_write_kernel", *pair) for pair in DTYPE_PAIRS),
@@ -102,6 +106,38 @@ def test_decode(ptx: Backend, dtype: Any, kv_dtype: Any, vectors: int) -> None:
     decode = instance("decode_simt_kernel", dtype, kv_dtype, vectors)
     combine = [instance("combine_chunks_kernel", dtype)] if vectors == 2 else []
     assert_ran(decode, *combine)
+
+
+@pytest.mark.parametrize(("head_dim", "columns"), MMA_SHAPES)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), MMA_PAIRS, ids=dtype_id)
+def test_tensor_core_decode(
+    ptx: Backend, dtype: Any, kv_dtype: Any, head_dim: int, columns: int
+) -> None:
+    # Ragged rows, lengths around a tile and beyond a CTA's share; planned, or in chunks.
+    index = MMA_PAIRS.index((dtype, kv_dtype)) + MMA_SHAPES.index((head_dim, columns))
+    chunked = index % 3 == 0
+    runtime.load().late_copies = bool(index % 2)
+    case = Case(
+        "instance",
+        seq_lens=(0, 1, 31, 33, 150),
+        query_lens=(1, 1, 2, 0, 3) if columns == 2 else 1,
+        block_size=8,
+        num_q_heads=3 * 2,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        head_dim=head_dim if index % 2 else head_dim - 16,
+        scale_kind="head" if kv_dtype in EIGHT_BIT_DTYPES else "none",
+        sliding_window=100,
+        softcap=4.0 if index % 2 else None,
+        sinks=True,
+        chunk_size=48 if chunked else None,
+    )
+    inputs = build(case)
+    out, lse = attend(inputs.on(ptx))
+    assert_accurate(out, inputs, lse)
+    decode = instance("decode_mma_kernel", dtype, kv_dtype, head_dim, columns)
+    combine = instance("combine_chunks_kernel", dtype)
+    assert_ran(*((decode, combine) if chunked else (instance("plan_kernel"), decode)))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=dtype_id)

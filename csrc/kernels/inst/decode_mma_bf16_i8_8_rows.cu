@@ -4,11 +4,7 @@ namespace paged_attn {
 
 template void launch_decode_mma<DType::kBf16, DType::kI8, 64, 1>(const DecodeMmaParams&, unsigned,
                                                                  cudaStream_t);
-template void launch_decode_mma<DType::kBf16, DType::kI8, 64, 2>(const DecodeMmaParams&, unsigned,
-                                                                 cudaStream_t);
 template void launch_decode_mma<DType::kBf16, DType::kI8, 128, 1>(const DecodeMmaParams&, unsigned,
-                                                                  cudaStream_t);
-template void launch_decode_mma<DType::kBf16, DType::kI8, 128, 2>(const DecodeMmaParams&, unsigned,
                                                                   cudaStream_t);
 template void launch_decode_mma<DType::kBf16, DType::kI8, 256, 1>(const DecodeMmaParams&, unsigned,
                                                                   cudaStream_t);

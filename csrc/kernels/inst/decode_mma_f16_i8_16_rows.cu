@@ -1,0 +1,10 @@
+#include "kernels/decode_mma.cuh"
+
+namespace paged_attn {
+
+template void launch_decode_mma<DType::kF16, DType::kI8, 64, 2>(const DecodeMmaParams&, unsigned,
+                                                                cudaStream_t);
+template void launch_decode_mma<DType::kF16, DType::kI8, 128, 2>(const DecodeMmaParams&, unsigned,
+                                                                 cudaStream_t);
+
+}  // namespace paged_attn

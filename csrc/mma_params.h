@@ -1,0 +1,88 @@
+// What the tensor-core decode kernel and its plan know beside params.h.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace paged_attn {
+
+// Division of numbers below 2^31 by a number that the host knows (Granlund and Montgomery 1994).
+struct Divider {
+  uint32_t multiplier;
+  uint32_t shift;
+
+  static constexpr Divider of(uint32_t divisor) {
+    uint32_t shift = 0;
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    const uint64_t power = uint64_t{1} << (31 + shift);
+    return {static_cast<uint32_t>((power + divisor - 1) / divisor), 31 + shift};
+  }
+  constexpr uint32_t divide(uint32_t number) const {
+    return static_cast<uint32_t>(uint64_t{number} * multiplier >> shift);
+  }
+};
+
+// Where a token's row starts, in units of `bytes`, counted from the first row of its KV head.
+// `bytes` divides both strides, so that 32 bits reach 2^32 units.
+struct RowUnits {
+  uint32_t per_block;
+  uint32_t per_token;
+  uint32_t bytes;
+
+  constexpr uint32_t row(uint32_t block, uint32_t offset) const {
+    return block * per_block + offset * per_token;
+  }
+};
+
+// A place on the line of all row tiles' tokens: row tile and KV head (heads fastest), and a number
+// of tokens into its visible keys. A CTA works from its cut to the next one's.
+struct Cut {
+  int32_t tile;
+  int32_t head;
+  int32_t token;
+  // Where a cut lies inside of a row tile: the first cut that does, and the tile's fragments.
+  int32_t first_cut;
+  int32_t num_fragments;
+
+  constexpr bool inside() const { return token > 0; }
+};
+
+// A row tile that several CTAs share is in fragments: one ends at the first cut inside of it, the
+// others start at cuts. A CTA has at most two of them, its first and its last piece of work.
+constexpr int64_t fragment_slot(const Cut& cut, int64_t fragment) {
+  return fragment == 0 ? 2 * (cut.first_cut - 1) + 1 : 2 * (cut.first_cut + fragment - 1);
+}
+
+// The plan of a step.
+struct PlanView {
+  Cut* cuts;             // [num_ctas + 1]
+  uint32_t* semaphores;  // [num_ctas], all 0 between launches
+  int32_t num_ctas;
+
+  static constexpr int64_t words(int64_t num_ctas) {
+    return (num_ctas + 1) * static_cast<int64_t>(sizeof(Cut) / 4) + num_ctas;
+  }
+};
+
+// Makes the plan of a step. Of `decode` only what says which keys are visible is used.
+struct PlanParams {
+  DecodeParams decode;
+  PlanView plan;
+  int32_t rows;      // of a row tile
+  int32_t overhead;  // of a row tile, in tokens: its start, its query and its output
+};
+
+// What the tensor-core kernel knows beside.
+struct DecodeMmaParams {
+  DecodeParams decode;
+  RowUnits key_units;
+  RowUnits value_units;
+  Divider block_size;
+  // Without cuts the work is cut into chunks: see DecodeParams.
+  PlanView plan;
+  float* fragment_out;  // ? [2 * num_ctas, rows, head_dim], each normalised
+  float* fragment_lse;  // ? [2 * num_ctas, rows], natural logarithm
+};
+
+}  // namespace paged_attn
