@@ -140,7 +140,8 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
     yield from _rule("device", f"{command} -MD -MF $out.d -c $in -o $out $flags")
     host = f"{nvcc} -std=c++20 -O2 -I{CSRC} -Xcompiler -fPIC,-fvisibility=hidden"
     yield from _rule("host", f"{host} -MD -MF $out.d -c $in -o $out $flags")
-    yield f"rule cudalink\n  command = {nvcc} -shared -cudart static -Xlinker -s,--no-undefined $in -o $out $flags"
+    link = f"{nvcc} -shared -cudart static -Xlinker -s,--no-undefined"
+    yield f"rule cudalink\n  command = {link} $in -o $out $flags"
     own = [bindings / "device_cuda.cpp", bindings / "register_cuda.cpp"]
     objects, lines = compile_steps(own, "bindings", "cuda")
     yield from lines

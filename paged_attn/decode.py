@@ -10,7 +10,6 @@ from torch import Tensor
 from paged_attn import _ops
 from paged_attn._ops import Scale, split_scale
 
-
 # int32 words of a plan, for any device and any batch: kPlanWords of csrc/backend.h.
 _PLAN_WORDS = 8192
 
@@ -233,9 +232,7 @@ def paged_attention(
     graph and replayed with other lengths and tables. Same inputs give the same bits.
     """
     if plan is not None:
-        _check_plan(
-            plan, query, key_cache, cu_query_lens is not None, (causal, sliding_window)
-        )
+        _check_plan(plan, query, key_cache, cu_query_lens is not None, (causal, sliding_window))
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = None

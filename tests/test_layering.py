@@ -38,7 +38,11 @@ LAYERS = (
     Layer("device/p[!t]*.cuh", r"(mma_)?params\.h|device/\w+\.cuh", f"{STD}|{CUDA}"),
     Layer("kernels/*.cuh", r"(mma_)?params\.h|device/\w+\.cuh", STD),
     Layer("kernels/inst/*.cu", r"kernels/\w+\.cuh", r"(?!)"),
-    Layer("cuda/*", r"(params|mma_params|dispatch|backend)\.h|cuda/\w+\.h", rf"{STD}|cuda_runtime_api\.h"),
+    Layer(
+        "cuda/*",
+        r"(params|mma_params|dispatch|backend)\.h|cuda/\w+\.h",
+        rf"{STD}|cuda_runtime_api\.h",
+    ),
     Layer("cpu/*", r"(params|dispatch|backend)\.h|cpu/\w+\.h", STD),
     Layer(
         "bindings/*",

@@ -83,7 +83,8 @@ def check_coverage(cuts: np.ndarray, tokens: np.ndarray, heads: int) -> np.ndarr
     cost = np.where(line > 0, line + OVERHEAD, 16)
     before = np.concatenate([[0], np.cumsum(cost)])
     position = before[place] + np.where(inside, cuts[:, 2] + OVERHEAD, 0)
-    return np.diff(position) + OVERHEAD * inside[:-1]
+    loads: np.ndarray = np.diff(position) + OVERHEAD * inside[:-1]
+    return loads
 
 
 def length_laws(rng: np.random.Generator, n: int) -> dict[str, list[int]]:
