@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import assert_accurate
 from backends import Backend
-from cases import CASES, Case, Inputs, attend, build, poison, strided
+from cases import CASES, Case, Inputs, attend, build, make_plan, poison, strided
 from torch import Tensor
 
 import paged_attn
@@ -81,9 +81,10 @@ def test_without_lse_the_output_is_the_same(backend: Backend) -> None:
         inputs.block_tables,
         inputs.seq_lens,
         **inputs.options,
+        plan=make_plan(inputs, 8),
     )
     assert isinstance(without, Tensor)
-    torch.testing.assert_close(without, with_lse)
+    assert same_bits(without, with_lse)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 8, 16, 33, 1 << 40])
@@ -179,8 +180,9 @@ def test_many_tokens_equal_many_calls(backend: Backend, sliding_window: int | No
     for token in range(3):
         one = inputs.replace(query=inputs.query[:, token], seq_lens=inputs.seq_lens - 2 + token)
         alone, alone_lse = attend(one, chunk_size=8)
-        assert same_bits(alone, together[:, token])
-        assert same_bits(alone_lse, lse[:, token])
+        # The tiles of a call begin where its first token's window does: close, not the same bits.
+        torch.testing.assert_close(alone, together[:, token], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(alone_lse, lse[:, token], rtol=1e-5, atol=1e-5)
 
 
 def test_ragged_equals_padded_batch(backend: Backend) -> None:

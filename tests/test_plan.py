@@ -29,7 +29,8 @@ class Shape:
 
 def make_plan(backend: Backend, lens: list[int], shape: Shape, sms: int) -> tuple[np.ndarray, int]:
     """Returns the cuts [num_ctas + 1, 5] and the number of CTAs."""
-    emulator.configure(sms=sms)
+    hooks = backend.name == "hooks"
+    emulator.configure(sms=sms, hooks=hooks)
     try:
         plan = plan_decode(
             backend.place(torch.tensor(lens, dtype=torch.int32)),
@@ -40,7 +41,7 @@ def make_plan(backend: Backend, lens: list[int], shape: Shape, sms: int) -> tupl
             sliding_window=shape.sliding_window,
         )
     finally:
-        emulator.configure(sms=4)
+        emulator.configure(sms=4, hooks=hooks)
     assert plan.tensor is not None
     num_ctas = min(1023, 2 * sms)
     words = plan.tensor.cpu().numpy()
