@@ -254,7 +254,7 @@ def _funnel(d: Decoder) -> Operation:
 @handles("bfe", "bfi")
 def _bit_field(d: Decoder) -> Operation:
     type_name = d.type()
-    if type_name not in ("u32", "s32", "b32"):
+    if type_name not in ("u32", "s32", "b32") and (d.instruction.name, type_name) != ("bfi", "b64"):
         raise d.error()
 
     def mask(length: Array) -> Array:
@@ -269,9 +269,12 @@ def _bit_field(d: Decoder) -> Operation:
         return field.astype(np.uint32).view(x.dtype)
 
     def insert(field: Array, x: Array, start: Array, length: Array) -> Array:
-        position = np.minimum(start & np.uint32(255), 32).astype(np.uint64)
-        where = mask(length).astype(np.uint64) << position
-        return ((x & ~where) | ((field.astype(np.uint64) << position) & where)).astype(np.uint32)
+        position = (start & np.uint32(255)).astype(np.uint64)
+        inside = position < bits_of(type_name)  # numpy does not shift by 64 bits
+        position = np.where(inside, position, np.uint64(0))
+        where = np.where(inside, mask(length).astype(np.uint64) << position, np.uint64(0))
+        moved = (field.astype(np.uint64) << position) & where
+        return ((x.astype(np.uint64) & ~where) | moved).astype(x.dtype)
 
     if d.instruction.name == "bfe":
         return d.elementwise(extract, [type_name, "u32", "u32"], type_name)

@@ -18,8 +18,15 @@ from .machine import ORDERS
 
 # Rows of 72 elements leave the warps of a CTA unequally far in the loop that writes them, and with
 # one SM each CTA has several items.
-CASE = Case("planted", seq_lens=(33, 1, 17, 9) * 2, num_kv_heads=4, head_dim=72, num_q_heads=12)
+CASE = Case(
+    "planted",
+    seq_lens=(33, 1, 17, 9) * 2,
+    num_kv_heads=4,
+    head_dim=72,
+    num_q_heads=12,
+)
 SMS = 1
+BEFORE_MMA = 75  # a device for which the host takes decode_simt_kernel
 
 
 def nth(old: str, new: str, n: int) -> Callable[[str], str]:
@@ -52,7 +59,7 @@ def check_case(ptx: Backend) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(ptx: Backend, fault: str) -> None:
     library = runtime.load()
-    library.library.ptx_set_device(SMS, library.arch)
+    library.library.ptx_set_device(SMS, BEFORE_MMA)
     library.order = "first_warp_first"
     library.edit = FAULTS[fault]
     with pytest.raises((RuntimeError, AssertionError)):
@@ -63,7 +70,7 @@ def test_planted_faults_are_caught(ptx: Backend, fault: str) -> None:
 def test_without_a_fault_the_same_case_is_right(ptx: Backend, order: str) -> None:
     library = runtime.load()
     library.order = order
-    library.library.ptx_set_device(SMS, library.arch)
+    library.library.ptx_set_device(SMS, BEFORE_MMA)
     check_case(ptx)
 
 
