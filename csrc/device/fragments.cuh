@@ -43,34 +43,51 @@ struct HalfPairs {
   uint32_t high;
 };
 
-template <DType kKv>
+// The pairs are bytes 0, 1 and 2, 3; or, kEvenOdd, bytes 0, 2 and 1, 3.
+template <DType kKv, bool kEvenOdd = false>
 __device__ __forceinline__ HalfPairs widen(uint32_t bytes) {
   if constexpr (kKv == DType::kF8E4m3) {
+    if constexpr (kEvenOdd) bytes = ptx::byte_permute(bytes, 0, 0x3120);
     return {ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(bytes)),
             ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(bytes >> 16))};
   } else if constexpr (kKv == DType::kF8E5m2) {
     // The upper byte of a half.
-    return {ptx::byte_permute(bytes, 0, 0x1404), ptx::byte_permute(bytes, 0, 0x3424)};
+    return {ptx::byte_permute(bytes, 0, kEvenOdd ? 0x2404 : 0x1404),
+            ptx::byte_permute(bytes, 0, kEvenOdd ? 0x3414 : 0x3424)};
   } else {
     // x + 128 in the low bits of 1024.0: subtracting 1152 leaves x.
     constexpr uint32_t kExponent = 0x64646464u;
     constexpr uint32_t kBias = 0xe480e480u;  // -1152, twice
     const uint32_t shifted = bytes ^ 0x80808080u;
-    return {ptx::add_f16x2(ptx::byte_permute(shifted, kExponent, 0x4140), kBias),
-            ptx::add_f16x2(ptx::byte_permute(shifted, kExponent, 0x4342), kBias)};
+    const uint32_t low = ptx::byte_permute(shifted, kExponent, kEvenOdd ? 0x4240 : 0x4140);
+    const uint32_t high = ptx::byte_permute(shifted, kExponent, kEvenOdd ? 0x4341 : 0x4342);
+    return {ptx::add_f16x2(low, kBias), ptx::add_f16x2(high, kBias)};
   }
 }
 
-// K: 16 tokens x 16 dimensions (x 32 for 8 bits: two fragments), tokens on the rows of A. `tile`
-// is the shared address of the first token's first dimension; rows are `kPitch` bytes apart.
+// Where a lane's row is of the four matrices that one load of keys or values brings, from the first
+// token's first dimension; rows are `kPitch` bytes apart.
+template <int kPitch>
+__device__ __forceinline__ uint32_t key_lane_offset() {
+  const int lane = threadIdx.x % ptx::kWarpSize;
+  return lane % 16 * kPitch + lane / 16 * 16;
+}
+template <DType kKv, int kPitch>
+__device__ __forceinline__ uint32_t value_lane_offset() {
+  if constexpr (is_8bit(kKv)) return key_lane_offset<kPitch>();
+  const int lane = threadIdx.x % ptx::kWarpSize;
+  return (lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 16;
+}
+
+// K: 16 tokens x 16 dimensions (x 32 for 8 bits: two fragments), tokens on the rows of A. `row` is
+// the shared address of the first token's first dimension, plus key_lane_offset.
 //
 // For 8 bits a lane's four bytes are four neighbouring dimensions, 4t to 4t + 3. They become
 // columns 2t, 2t + 1, 2t + 8, 2t + 9: the query's fragment is permuted alike.
-template <DType kKv, int kPitch>
-__device__ __forceinline__ void load_keys(uint32_t tile, FragmentA* fragments) {
-  const int lane = threadIdx.x % ptx::kWarpSize;
+template <DType kKv>
+__device__ __forceinline__ void load_keys(uint32_t row, FragmentA* fragments) {
   uint32_t words[4];
-  ptx::ldmatrix(words, tile + lane % 16 * kPitch + lane / 16 * 16);
+  ptx::ldmatrix(words, row);
   if constexpr (is_8bit(kKv)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -83,25 +100,24 @@ __device__ __forceinline__ void load_keys(uint32_t tile, FragmentA* fragments) {
   }
 }
 
-// V: 16 tokens x 16 dimensions (x 32 for 8 bits), transposed: dimensions on the rows of A.
+// V: 16 tokens x 16 dimensions (x 32 for 8 bits), transposed: dimensions on the rows of A. `row` is
+// the shared address of the first token's first dimension, plus value_lane_offset.
 //
 // For 8 bits the matrices are transposed in pairs of bytes, so even dimensions come to rows 0 to 7
 // and odd ones to rows 8 to 15.
-template <DType kKv, int kPitch>
-__device__ __forceinline__ void load_values(uint32_t tile, FragmentA* fragments) {
-  const int lane = threadIdx.x % ptx::kWarpSize;
+template <DType kKv>
+__device__ __forceinline__ void load_values(uint32_t row, FragmentA* fragments) {
   uint32_t words[4];
+  ptx::ldmatrix_trans(words, row);
   if constexpr (is_8bit(kKv)) {
-    ptx::ldmatrix_trans(words, tile + lane % 16 * kPitch + lane / 16 * 16);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Bytes of two tokens: even, odd, even, odd dimension.
-      const HalfPairs first = widen<kKv>(ptx::byte_permute(words[2 * half], 0, 0x3120));
-      const HalfPairs second = widen<kKv>(ptx::byte_permute(words[2 * half + 1], 0, 0x3120));
+      const HalfPairs first = widen<kKv, true>(words[2 * half]);
+      const HalfPairs second = widen<kKv, true>(words[2 * half + 1]);
       fragments[half] = {{first.low, first.high, second.low, second.high}};
     }
   } else {
-    ptx::ldmatrix_trans(words, tile + (lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 16);
     fragments[0] = {{words[0], words[1], words[2], words[3]}};
   }
 }

@@ -1,6 +1,7 @@
 // One warp's stream of K and V rows: tiles of tokens, copied to shared memory ahead of their use.
 #pragma once
 
+#include "device/fragments.cuh"
 #include "device/ptx.cuh"
 #include "mma_params.h"
 
@@ -8,6 +9,9 @@ namespace paged_attn {
 
 // A warp takes every num_warps-th tile of an item's tokens. Each tile has a K and a V buffer, which
 // are copy groups of their own, K first. Nothing here is shared with other warps.
+//
+// What only depends on the lane is computed in the constructor and made opaque: ptxas would
+// otherwise compute it again for every copy, which doubles the instructions of a tile.
 template <DType kKv, int kDim>
 class TokenRing {
  public:
@@ -17,75 +21,109 @@ class TokenRing {
   // 16 bytes more than a row: the 8 rows of a fragment lie in different banks.
   static constexpr int kPitch = kRowBytes + 16;
   using Tile = unsigned char[kTokens][kPitch];
-  struct alignas(16) Stage {
+  struct Stage {
     Tile key;
     Tile value;
   };
-  struct Buffers {
+  struct alignas(16) Buffers {
     Stage stages[kStages];
+    // Of the tile that is asked for next: where its rows are, see RowUnits.
+    uint32_t key_rows[kTokens];
+    uint32_t value_rows[kTokens];
   };
 
   __device__ TokenRing(const DecodeMmaParams& params, const RowTile& item, Buffers& buffers,
                        int warp, int num_warps)
       : params_(params),
         buffers_(buffers),
-        tables_(params.decode.block_tables.data +
-                (item.seq < 0 ? 0 : item.seq) * params.decode.block_tables.seq_stride),
-        key_(head_base(params.decode.key_cache, item.kv_head)),
-        value_(head_base(params.decode.value_cache, item.kv_head)),
-        begin_(static_cast<int>(item.range.begin) + warp * kTokens),
-        end_(static_cast<int>(item.range.end)),
+        table_(params.decode.block_tables.data +
+               (item.seq < 0 ? 0 : item.seq) * params.decode.block_tables.seq_stride),
+        key_(piece_of_head(params.decode.key_cache, item.kv_head)),
+        value_(piece_of_head(params.decode.value_cache, item.kv_head)),
+        key_from_(
+            ptx::opaque(ptx::shared_address(&buffers.stages[0].key) + key_lane_offset<kPitch>())),
+        value_from_(is_8bit(kKv) ? key_from_
+                                 : ptx::opaque(ptx::shared_address(&buffers.stages[0].key) +
+                                               value_lane_offset<kKv, kPitch>())),
+        copy_to_(ptx::opaque(ptx::shared_address(&buffers.stages[0].key[first_row()][0]) +
+                             static_cast<uint32_t>(piece()) * 16)),
+        end_(static_cast<uint32_t>(item.range.end)),
+        copy_end_(ptx::opaque(piece() * 16 < params.decode.shape.head_dim * element_size(kKv) ? end_
+                                                                                              : 0)),
         step_(num_warps * kTokens),
-        num_tiles_(end_ > begin_ ? (end_ - begin_ + step_ - 1) / step_ : 0) {}
+        first_(static_cast<uint32_t>(item.range.begin) + warp * kTokens) {}
 
-  // Tiles of this warp.
-  __device__ int num_tiles() const { return num_tiles_; }
-  __device__ int first_token(int tile) const { return begin_ + tile * step_; }
+  // Whether there is a tile left, and on to the next one.
+  __device__ bool has_tile() const { return first_ < end_; }
+  __device__ void advance() {
+    first_ += step_;
+    if constexpr (kStages == 2) stage_ ^= sizeof(Stage);
+  }
+
+  // The position of the tile's first token.
+  __device__ uint32_t first_token() const { return first_; }
 
   // Starts the copies of the first tiles.
   __device__ void fill() {
+    if (!has_tile()) return;
     clear_padding();
+    Place places[kStages + 1];
+#pragma unroll
+    for (int stage = 0; stage <= kStages; ++stage) places[stage] = locate(first_ + stage * step_);
+#pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
-      locate(stage);
-      resolve();
-      copy(buffers_.stages[stage].key, key_, key_row_, params_.key_units, stage);
-      copy(buffers_.stages[stage].value, value_, value_row_, params_.value_units, stage);
+      publish_rows(places[stage]);
+      ptx::warp_sync();  // every lane has published the rows of its token
+      const uint32_t to = copy_to_ + stage * sizeof(Stage);
+      const uint32_t first = first_ + stage * step_;
+      copy(to, key_, buffers_.key_rows, params_.key_units, first);
+      copy(to + sizeof(Tile), value_, buffers_.value_rows, params_.value_units, first);
+      ptx::warp_sync();  // every lane has read the rows, before the next ones are published
     }
-    locate(kStages);
+    next_ = places[kStages];
   }
 
-  // The shared address of a tile's keys, once they have landed.
-  __device__ uint32_t wait_key(int tile) {
+  // What load_keys and load_values take for the tile's first fragment, once it has landed.
+  __device__ uint32_t wait_key() {
     wait();
-    return ptx::shared_address(&buffers_.stages[tile % kStages].key);
+    return key_from_ + stage_;
   }
-  __device__ uint32_t wait_value(int tile) {
+  __device__ uint32_t wait_value() {
     wait();
-    return ptx::shared_address(&buffers_.stages[tile % kStages].value);
+    return value_from_ + stage_ + sizeof(Tile);
   }
 
-  // To be called when the whole warp has read what wait_key(tile) gave: starts the next copy there.
-  __device__ void refill_key(int tile) {
-    resolve();
-    ptx::warp_sync();  // every lane has read the buffer
-    copy(buffers_.stages[tile % kStages].key, key_, key_row_, params_.key_units, tile + kStages);
+  // To be called when what wait_key() gave has been read: starts the next copy there.
+  __device__ void refill_key() {
+    publish_rows(next_);
+    ptx::warp_sync();  // every lane has read the buffer, and published the rows of its token
+    copy(copy_to_ + stage_, key_, buffers_.key_rows, params_.key_units, first_ + kStages * step_);
   }
-  __device__ void refill_value(int tile) {
+  __device__ void refill_value() {
     ptx::warp_sync();  // every lane has read the buffer
-    copy(buffers_.stages[tile % kStages].value, value_, value_row_, params_.value_units,
-         tile + kStages);
-    locate(tile + kStages + 1);
+    copy(copy_to_ + stage_ + sizeof(Tile), value_, buffers_.value_rows, params_.value_units,
+         first_ + kStages * step_);
+    next_ = locate(first_ + (kStages + 1) * step_);
   }
 
   __device__ void drain() { ptx::copy_async_wait<0>(); }
 
  private:
+  // Lanes copy pieces of 16 bytes, neighbouring lanes neighbouring pieces of one row. All lanes of
+  // a row copy kCopies rows in turn, which follow each other: 4 of their numbers are one load.
   static constexpr int kPieces = kRowBytes / 16;
-  static constexpr int kRowsAtOnce = ptx::kWarpSize / kPieces;
+  static constexpr int kCopies = kTokens * kPieces / ptx::kWarpSize;
 
-  static __device__ const unsigned char* head_base(const PoolView& pool, int64_t head) {
-    return static_cast<const unsigned char*>(pool.data) +
-           head * pool.head_stride * element_size(kKv);
+  static __device__ int piece() { return threadIdx.x % kPieces; }
+  static __device__ int first_row() { return threadIdx.x % ptx::kWarpSize / kPieces * kCopies; }
+
+  static __device__ const unsigned char* piece_of_head(const PoolView& pool, int64_t head) {
+    const auto address =
+        reinterpret_cast<uintptr_t>(static_cast<const unsigned char*>(pool.data) +
+                                    head * pool.head_stride * element_size(kKv) + piece() * 16);
+    const uint64_t high = ptx::opaque(static_cast<uint32_t>(address >> 32));
+    return reinterpret_cast<const unsigned char*>(high << 32 |
+                                                  ptx::opaque(static_cast<uint32_t>(address)));
   }
 
   // All but the newest 2 * kStages - 1 groups: what was asked for longest ago.
@@ -94,38 +132,49 @@ class TokenRing {
     ptx::warp_sync();  // the other lanes' copies are visible, too
   }
 
-  // Loads the block of this lane's token of a tile, a tile ahead of its use. Past the end the last
+  // A token's block, and its place there.
+  struct Place {
+    uint32_t block;
+    uint32_t offset;
+  };
+
+  // Loads the place of this lane's token of a tile, a tile ahead of its use. Past the end the last
   // token stands in, so that neither dead table entries nor dead slots are touched.
-  __device__ void locate(int tile) {
-    if (tile >= num_tiles_) return;
-    int token = first_token(tile) + threadIdx.x % kTokens;
+  __device__ Place locate(uint32_t first) const {
+    uint32_t token = first + threadIdx.x % kTokens;
     token = token < end_ ? token : end_ - 1;
     const uint32_t index = params_.block_size.divide(token);
-    offset_ = token - index * params_.decode.shape.block_size;
-    block_ = tables_[index * params_.decode.block_tables.block_stride];
+    const int32_t block = table_[index * params_.decode.block_tables.block_stride];
+    return {static_cast<uint32_t>(block), token - index * params_.decode.shape.block_size};
   }
 
-  // The rows of the located token, in units that fit 32 bits: see RowUnits.
-  __device__ void resolve() {
-    key_row_ = params_.key_units.row(block_, offset_);
-    value_row_ = params_.value_units.row(block_, offset_);
+  // Tells the other lanes where the rows of this lane's token are.
+  __device__ void publish_rows(const Place& place) {
+    const int token = threadIdx.x % kTokens;
+    buffers_.key_rows[token] = params_.key_units.row(place.block, place.offset);
+    buffers_.value_rows[token] = params_.value_units.row(place.block, place.offset);
   }
 
-  // Lanes copy pieces of 16 bytes, neighbouring lanes neighbouring pieces of one row. Commits a
-  // group in any case, so that groups can be counted.
-  __device__ void copy(Tile& tile, const unsigned char* base, uint32_t row, const RowUnits& units,
-                       int index) {
-    if (index < num_tiles_) {
-      const int lane = threadIdx.x % ptx::kWarpSize;
-      const int piece = lane % kPieces;
-      const bool live = piece * 16 < params_.decode.shape.head_dim * element_size(kKv);
-      const uint32_t to =
-          ptx::shared_address(&tile[lane / kPieces][0]) + static_cast<uint32_t>(piece) * 16;
-      const unsigned char* from = base + piece * 16;
+  // Of a tile whose first token is `first`. Past the end there is nothing to copy, but still a
+  // group, so that groups can be counted.
+  __device__ void copy(uint32_t to, const unsigned char* base, const uint32_t (&rows)[kTokens],
+                       const RowUnits& units, uint32_t first) {
+    // Opaque here and not once: of a number that it has widened to 64 bits before the loop, the
+    // compiler does not know that the upper half is 0, and a product is 4 instructions, not 1.
+    const uint32_t unit = ptx::opaque(units.bytes);
+    uint32_t mine[kCopies];
 #pragma unroll
-      for (int first = 0; first < kTokens; first += kRowsAtOnce) {
-        const uint64_t unit = ptx::shuffle(row, first + lane / kPieces);
-        if (live) ptx::copy_async(to + first * kPitch, from + unit * units.bytes);
+    for (int i = 0; i < kCopies; i += 4) {
+      const uint4 quad = *reinterpret_cast<const uint4*>(&rows[first_row() + i]);
+      mine[i] = quad.x;
+      mine[i + 1] = quad.y;
+      mine[i + 2] = quad.z;
+      mine[i + 3] = quad.w;
+    }
+    if (first < copy_end_) {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        ptx::copy_async(to + i * kPitch, base + uint64_t{mine[i]} * unit);
       }
     }
     ptx::copy_async_commit();
@@ -149,17 +198,21 @@ class TokenRing {
 
   const DecodeMmaParams& params_;
   Buffers& buffers_;
-  const int32_t* tables_;
+  const int32_t* table_;
+  // The first row of the KV head, from this lane's piece on.
   const unsigned char* key_;
   const unsigned char* value_;
-  int begin_;
-  int end_;
-  int step_;
-  int num_tiles_;
-  int32_t block_ = 0;
-  uint32_t offset_ = 0;
-  uint32_t key_row_ = 0;
-  uint32_t value_row_ = 0;
+  // Shared addresses in the keys of the first stage: what this lane reads and copies first.
+  uint32_t key_from_;
+  uint32_t value_from_;
+  uint32_t copy_to_;
+  // Positions, unsigned: some tiles past the end do not wrap.
+  uint32_t end_;
+  uint32_t copy_end_;  // 0 in lanes whose piece is past head_dim
+  uint32_t step_;
+  uint32_t first_;      // of the tile
+  uint32_t stage_ = 0;  // of the tile: bytes from the first stage
+  Place next_;          // of this lane's token of the tile that is asked for next
 };
 
 }  // namespace paged_attn

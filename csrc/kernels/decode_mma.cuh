@@ -9,6 +9,8 @@
 // a V buffer as soon as it is multiplied, so that the whole ring is always in flight.
 #pragma once
 
+#include <new>
+
 #include "device/fragments.cuh"
 #include "device/ptx.cuh"
 #include "device/query_rows.cuh"
@@ -41,12 +43,24 @@ struct DecodeMma {
       Results results;  // once the rings have run dry
     };
     RowInfo rows[kRows];
+    // Thread 0's, for all to read. In registers they would be there while tiles are walked, and
+    // take those of a CTA more per SM.
+    WorkList list;
+    Work work;
+    bool has_work;
     bool merges;  // whether this CTA merges the fragments of its row tile
   };
+
+  // CTAs per SM that registers must suffice for: as many as there is shared memory for on sm_90. A
+  // second column tile takes the registers of one.
+  static constexpr int kMinCtas = 228 * 1024 / (sizeof(Smem) + 1024) - (kColumns - 1);
 
   // A lane's share of S^T or P^T: tokens g and g + 8 of each token tile, rows 2t and 2t + 1 of each
   // column tile.
   using Scores = FragmentC[kTokenTiles][kColumns];
+
+  // What each is still to be multiplied by: query.factor, or 1 once it is final.
+  using Factors = float[kColumns][2];
 
   // What a lane knows of its rows, 2t and 2t + 1 of each column tile.
   struct State {
@@ -77,7 +91,7 @@ struct DecodeMma {
 #pragma unroll
       for (int d = 0; d < kDimTiles; d += kLoadTiles) {
         FragmentA keys[kLoadTiles];
-        load_keys<kKv, Ring::kPitch>(key + 16 * (m * Ring::kPitch + d * element_size(kKv)), keys);
+        load_keys<kKv>(key + 16 * (m * Ring::kPitch + d * element_size(kKv)), keys);
 #pragma unroll
         for (int i = 0; i < kLoadTiles; ++i) {
 #pragma unroll
@@ -90,29 +104,24 @@ struct DecodeMma {
   }
 
   // Scale, softcap, ALiBi and mask, to base 2. `first` is the position of the tile's first token.
-  // All but the scale is behind one branch that is the same for the whole warp.
-  static __device__ void finish_scores(const DecodeParams& p, const Query& query,
-                                       const RowInfo (&rows)[kRows], int first, bool plain,
-                                       Scores& scores) {
+  static __device__ void finish_scores(const DecodeParams& p, const RowInfo (&rows)[kRows],
+                                       int first, Factors& factors, Scores& scores) {
     const int g = threadIdx.x % ptx::kWarpSize / 4;
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float factor = query.factor(n, c);
         const RowInfo& row = rows[8 * n + 2 * t + c];
 #pragma unroll
         for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float& score = scores[m][n].values[2 * half + c];
-            score *= factor;
-            if (!plain) {
-              score = special_score(p, row, first + 16 * m + 8 * half + g, score);
-            }
+            score = special_score(p, row, first + 16 * m + 8 * half + g, score * factors[n][c]);
           }
         }
+        factors[n][c] = 1.f;
       }
     }
   }
@@ -127,34 +136,36 @@ struct DecodeMma {
   }
 
   // Raises the running maxima where a score exceeds one by so much that probabilities might
-  // overflow half precision; mostly nothing has to be rescaled.
-  static __device__ void raise_max(const Scores& scores, State& state) {
+  // overflow half precision; mostly nothing has to be rescaled, and one vote is all it takes.
+  static __device__ void raise_max(const Scores& scores, const Factors& factors, State& state) {
     constexpr float kSlack = 8.f;
-    float tile_max[kColumns][2];
+    float tile_max[kColumns][2];  // of this lane's tokens alone
     bool raise = false;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float max = -kInfinity;
+        float max = fmaxf(scores[0][n].values[c], scores[0][n].values[2 + c]);
 #pragma unroll
-        for (int m = 0; m < kTokenTiles; ++m) {
+        for (int m = 1; m < kTokenTiles; ++m) {
           max = fmaxf(max, fmaxf(scores[m][n].values[c], scores[m][n].values[2 + c]));
         }
-#pragma unroll
-        for (int mask = 4; mask < ptx::kWarpSize; mask *= 2) {
-          max = fmaxf(max, ptx::shuffle_xor(max, mask));
-        }
         tile_max[n][c] = max;
-        raise = raise || max > state.max[n][c] + kSlack;
+        raise = raise || fmaf(max, factors[n][c], -state.max[n][c]) > kSlack;
       }
     }
-    if (!ptx::any(raise)) return;
+    if (!ptx::any(raise)) [[likely]]
+      return;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float max = fmaxf(state.max[n][c], tile_max[n][c]);
+        float max = tile_max[n][c] * factors[n][c];
+#pragma unroll
+        for (int mask = 4; mask < ptx::kWarpSize; mask *= 2) {
+          max = fmaxf(max, ptx::shuffle_xor(max, mask));
+        }
+        max = fmaxf(max, state.max[n][c]);
         const float keep = ptx::exp2(state.max[n][c] - max);
         state.max[n][c] = max;
         state.sum[n][c] *= keep;
@@ -168,7 +179,7 @@ struct DecodeMma {
   }
 
   // P^T of 16 tokens as an operand: a movmatrix turns the fragment of a result into one of B.
-  static __device__ void make_probabilities(Scores& scores, State& state,
+  static __device__ void make_probabilities(Scores& scores, const Factors& factors, State& state,
                                             FragmentB (&weights)[kTokenTiles][kColumns]) {
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
@@ -179,7 +190,7 @@ struct DecodeMma {
           float* pair = &scores[m][n].values[2 * half];
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            pair[c] = ptx::exp2(pair[c] - state.max[n][c]);
+            pair[c] = ptx::exp2(fmaf(pair[c], factors[n][c], -state.max[n][c]));
             state.sum[n][c] += pair[c];
           }
           weights[m][n].words[half] = ptx::movmatrix_trans(pack_pair<kOperand>(pair[0], pair[1]));
@@ -196,8 +207,7 @@ struct DecodeMma {
 #pragma unroll
       for (int d = 0; d < kDimTiles; d += kLoadTiles) {
         FragmentA values[kLoadTiles];
-        load_values<kKv, Ring::kPitch>(value + 16 * (m * Ring::kPitch + d * element_size(kKv)),
-                                       values);
+        load_values<kKv>(value + 16 * (m * Ring::kPitch + d * element_size(kKv)), values);
 #pragma unroll
         for (int i = 0; i < kLoadTiles; ++i) {
 #pragma unroll
@@ -209,26 +219,41 @@ struct DecodeMma {
     }
   }
 
+  // Tiles whose first token is in [begin, end) need no mask, no softcap and no ALiBi: a score is a
+  // product, and the largest product the largest score.
+  static __device__ TokenRange plain_tiles(const DecodeParams& p, const RowTile& item,
+                                           const Query& query) {
+    if (p.softcap != 0.f || p.alibi_slopes != nullptr || !(query.factor(0, 0) > 0.f)) return {0, 0};
+    return {item.common.begin, item.common.end - Ring::kTokens + 1};
+  }
+
   // A warp's tiles of the item: warp, warp + kWarps, ...
   static __device__ void walk_tiles(const DecodeMmaParams& p, const RowTile& item,
                                     const Query& query, Smem& smem, State& state) {
-    const int warp = threadIdx.x / ptx::kWarpSize;
+    // Lane 0's: the compiler knows that it is the same for the whole warp.
+    const int warp = ptx::shuffle(threadIdx.x / ptx::kWarpSize, 0);
+    const TokenRange plain = plain_tiles(p.decode, item, query);
+    const int plain_begin = static_cast<int>(plain.begin);
+    const int plain_end = static_cast<int>(plain.end);
     Ring ring(p, item, smem.rings[warp], warp, kWarps);
-    ring.fill();
-    const bool no_extras = p.decode.softcap == 0.f && p.decode.alibi_slopes == nullptr;
-    for (int i = 0; i < ring.num_tiles(); ++i) {
-      const int first = ring.first_token(i);
-      const bool plain =
-          no_extras && first >= item.common.begin && first + Ring::kTokens <= item.common.end;
+    for (ring.fill(); ring.has_tile(); ring.advance()) {
+      const int first = static_cast<int>(ring.first_token());
       Scores scores;
-      compute_scores(ring.wait_key(i), query, scores);
-      ring.refill_key(i);
-      finish_scores(p.decode, query, smem.rows, first, plain, scores);
-      raise_max(scores, state);
+      compute_scores(ring.wait_key(), query, scores);
+      ring.refill_key();
+      Factors factors;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        for (int c = 0; c < 2; ++c) factors[n][c] = query.factor(n, c);
+      }
+      if (first < plain_begin || first >= plain_end) [[unlikely]] {
+        finish_scores(p.decode, smem.rows, first, factors, scores);
+      }
+      raise_max(scores, factors, state);
       FragmentB weights[kTokenTiles][kColumns];
-      make_probabilities(scores, state, weights);
-      accumulate(ring.wait_value(i), weights, state);
-      ring.refill_value(i);
+      make_probabilities(scores, factors, state, weights);
+      accumulate(ring.wait_value(), weights, state);
+      ring.refill_value();
     }
     ring.drain();
   }
@@ -320,14 +345,16 @@ struct DecodeMma {
   }
 };
 
-template <DType kQuery, DType kKv, int kDim, int kColumns>
-__global__ void __launch_bounds__(DecodeMma<kQuery, kKv, kDim, kColumns>::kThreads, 2)
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kMinCtas)
     decode_mma_kernel(const __grid_constant__ DecodeMmaParams p) {
-  using Kernel = DecodeMma<kQuery, kKv, kDim, kColumns>;
   auto& smem = ptx::shared_memory<typename Kernel::Smem>();
-  WorkList list(p, Kernel::kRows);
-  Work work;
-  while (list.next(work)) {
+  if (threadIdx.x == 0) new (&smem.list) WorkList(p, Kernel::kRows);
+  while (true) {
+    if (threadIdx.x == 0) smem.has_work = smem.list.next(smem.work);
+    ptx::cta_sync();  // smem.work is complete
+    if (!smem.has_work) return;
+    const Work& work = smem.work;
     if (threadIdx.x < Kernel::kRows) {
       smem.rows[threadIdx.x] = make_row_info(p.decode, work.tile, threadIdx.x);
     }
@@ -342,15 +369,15 @@ __global__ void __launch_bounds__(DecodeMma<kQuery, kKv, kDim, kColumns>::kThrea
     ptx::cta_sync();  // every warp's result is in shared memory
     Kernel::write(p, work, smem);
     if (work.result == Work::Result::kFragment) Kernel::finish_fragment(p, work, smem);
-    ptx::cta_sync();  // all have read the results, before the next piece overwrites them
+    ptx::cta_sync();  // all have read the work and the results, before the next ones
   }
 }
 
 template <DType kQuery, DType kKv, int kDim, int kColumns>
 void launch_decode_mma(const DecodeMmaParams& params, unsigned num_ctas, cudaStream_t stream) {
   using Kernel = DecodeMma<kQuery, kKv, kDim, kColumns>;
-  ptx::launch(decode_mma_kernel<kQuery, kKv, kDim, kColumns>, num_ctas, Kernel::kThreads,
-              sizeof(typename Kernel::Smem), stream, params);
+  ptx::launch(decode_mma_kernel<Kernel>, num_ctas, Kernel::kThreads, sizeof(typename Kernel::Smem),
+              stream, params);
 }
 
 }  // namespace paged_attn
