@@ -150,7 +150,8 @@ class TokenRing {
 
   // Tells the other lanes where the rows of this lane's token are.
   __device__ void publish_rows(const Place& place) {
-    const int token = threadIdx.x % kTokens;
+    const int token = threadIdx.x % ptx::kWarpSize;
+    if (token >= kTokens) return;  // this lane's token is another lane's, too
     buffers_.key_rows[token] = params_.key_units.row(place.block, place.offset);
     buffers_.value_rows[token] = params_.value_units.row(place.block, place.offset);
   }

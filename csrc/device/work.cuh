@@ -17,7 +17,11 @@ struct Work {
 // With a plan: from this CTA's cut to the next one. Without: chunks of row tiles, a grid apart.
 class WorkList {
  public:
-  __device__ WorkList(const DecodeMmaParams& params, int rows) : params_(params), rows_(rows) {
+  // To be called first, by the thread that steps it: it may lie in shared memory.
+  __device__ void start(const DecodeMmaParams& params, int rows) {
+    params_ = &params;
+    rows_ = rows;
+    index_ = blockIdx.x;
     if (planned()) {
       position_ = params.plan.cuts[blockIdx.x];
       end_ = params.plan.cuts[blockIdx.x + 1];
@@ -27,17 +31,18 @@ class WorkList {
   __device__ bool next(Work& work) { return planned() ? next_planned(work) : next_chunk(work); }
 
  private:
-  __device__ bool planned() const { return params_.plan.cuts != nullptr; }
+  __device__ bool planned() const { return params_->plan.cuts != nullptr; }
 
   __device__ bool next_chunk(Work& work) {
-    const DecodeParams& p = params_.decode;
+    const DecodeParams& p = params_->decode;
     const int64_t heads = p.shape.num_kv_heads;
     const int64_t count = p.num_row_tiles(rows_) * heads * p.max_chunks;
     for (; index_ < count; index_ += gridDim.x) {
       const int64_t head = index_ / p.max_chunks;
-      work.tile = p.row_tile(head / heads, rows_, head % heads, index_ % p.max_chunks);
+      const RowTile tile = p.row_tile(head / heads, rows_, head % heads, index_ % p.max_chunks);
       // Whoever merges the chunks knows which are empty, and reads nothing of them.
-      if (work.tile.num_rows == 0 || work.tile.range.begin >= work.tile.range.end) continue;
+      if (tile.num_rows == 0 || tile.range.begin >= tile.range.end) continue;
+      work.tile = tile;
       work.result = Work::Result::kChunk;
       index_ += gridDim.x;
       return true;
@@ -48,7 +53,7 @@ class WorkList {
   __device__ bool next_planned(Work& work) {
     constexpr int64_t kStep = 16;  // as in kernels/plan.cuh
     while (before_end()) {
-      RowTile tile = params_.decode.row_tile(position_.tile, rows_, position_.head, 0);
+      RowTile tile = params_->decode.row_tile(position_.tile, rows_, position_.head, 0);
       const bool ends_inside = position_.tile == end_.tile && position_.head == end_.head;
       const int64_t start = tile.range.begin / kStep * kStep;
       const bool starts_inside = position_.inside();
@@ -77,7 +82,7 @@ class WorkList {
       return;
     }
     position_.token = 0;
-    if (++position_.head == params_.decode.shape.num_kv_heads) {
+    if (++position_.head == params_->decode.shape.num_kv_heads) {
       position_.head = 0;
       ++position_.tile;
     }
@@ -92,11 +97,11 @@ class WorkList {
     if (tile.common.end > end) tile.common.end = end;
   }
 
-  const DecodeMmaParams& params_;
+  const DecodeMmaParams* params_;
   int rows_;
-  int64_t index_ = blockIdx.x;
-  Cut position_ = {};
-  Cut end_ = {};
+  int64_t index_;
+  Cut position_;
+  Cut end_;
 };
 
 }  // namespace paged_attn

@@ -9,8 +9,6 @@
 // a V buffer as soon as it is multiplied, so that the whole ring is always in flight.
 #pragma once
 
-#include <new>
-
 #include "device/fragments.cuh"
 #include "device/ptx.cuh"
 #include "device/query_rows.cuh"
@@ -349,7 +347,7 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kMinCtas)
     decode_mma_kernel(const __grid_constant__ DecodeMmaParams p) {
   auto& smem = ptx::shared_memory<typename Kernel::Smem>();
-  if (threadIdx.x == 0) new (&smem.list) WorkList(p, Kernel::kRows);
+  if (threadIdx.x == 0) smem.list.start(p, Kernel::kRows);
   while (true) {
     if (threadIdx.x == 0) smem.has_work = smem.list.next(smem.work);
     ptx::cta_sync();  // smem.work is complete

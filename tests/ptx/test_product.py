@@ -39,6 +39,13 @@ def instance(kernel: str, *arguments: torch.dtype | int) -> str:
     return f"{len(kernel)}{kernel}" + (f"I{''.join(parts)}E" if parts else "")
 
 
+def mma_instance(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, columns: int) -> str:
+    """The same of the tensor-core kernel, whose argument is a type."""
+    query, kv = ALL_DTYPES.index(dtype), ALL_DTYPES.index(kv_dtype)
+    arguments = f"LNS_5DTypeE{query}ELS2_{kv}ELi{head_dim}ELi{columns}E"
+    return f"17decode_mma_kernelINS_9DecodeMmaI{arguments}"
+
+
 def assert_ran(*instances: str) -> None:
     """Exactly these kernels ran, in this order."""
     names = [launch.kernel for launch in runtime.load().launches]
@@ -52,7 +59,7 @@ def assert_ran(*instances: str) -> None:
 def test_the_instances_below_are_all_there_are(nvcc: None, arch: int) -> None:
     expected = [
         *(instance("decode_simt_kernel", *p, v) for p in DTYPE_PAIRS for v in HEAD_DIMS),
-        *(instance("decode_mma_kernel", *p, *m) for p in MMA_PAIRS for m in MMA_SHAPES),
+        *(mma_instance(*p, *m) for p in MMA_PAIRS for m in MMA_SHAPES),
         instance("plan_kernel"),
         *(instance("combine_chunks_kernel", d) for d in FLOAT_DTYPES),
         *(instance("merge_states_kernel", d) for d in FLOAT_DTYPES),
@@ -136,7 +143,7 @@ def test_tensor_core_decode(
     inputs = build(case)
     out, lse = attend(inputs.on(ptx))
     assert_accurate(out, inputs, lse)
-    decode = instance("decode_mma_kernel", dtype, kv_dtype, head_dim, columns)
+    decode = mma_instance(dtype, kv_dtype, head_dim, columns)
     combine = instance("combine_chunks_kernel", dtype)
     assert_ran(*((decode, combine) if chunked else (instance("plan_kernel"), decode)))
 
