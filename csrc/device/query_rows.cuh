@@ -18,7 +18,8 @@ struct RowInfo {
   float slope;
 };
 
-__device__ __forceinline__ RowInfo make_row_info(const DecodeParams& p, const RowTile& item, int r) {
+__device__ __forceinline__ RowInfo make_row_info(const DecodeParams& p, const RowTile& item,
+                                                 int r) {
   if (r >= item.num_rows) return {0, 0, 0, 0.f};
   const int64_t group = p.num_q_heads / p.shape.num_kv_heads;
   const int64_t index = (item.first_row + r) / group;
