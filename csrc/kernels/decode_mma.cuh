@@ -49,10 +49,8 @@ struct DecodeMma {
     bool merges;  // whether this CTA merges the fragments of its row tile
   };
 
-  // CTAs per SM that registers must suffice for: as many as there is shared memory for on sm_90. A
-  // second column tile takes the registers of one, and so does widening 8-bit rows of 256.
-  static constexpr int kMinCtas = 228 * 1024 / (sizeof(Smem) + 1024) - (kColumns - 1) -
-                                  (is_8bit(kKv) && kDim == 256 ? 1 : 0);
+  // CTAs per SM that registers must suffice for: those of a plan, see cuda/decode.cpp.
+  static constexpr int kMinCtas = 2;
 
   // A lane's share of S^T or P^T: tokens g and g + 8 of each token tile, rows 2t and 2t + 1 of each
   // column tile.
