@@ -197,7 +197,7 @@ struct DecodeSimt {
 };
 
 template <DType kQuery, DType kKv, int kVecs>
-__global__ void __launch_bounds__(DecodeSimt<kQuery, kKv, kVecs>::kThreads, 3)
+__global__ void __launch_bounds__(DecodeSimt<kQuery, kKv, kVecs>::kThreads, 2)
     decode_simt_kernel(const __grid_constant__ DecodeParams p) {
   using Kernel = DecodeSimt<kQuery, kKv, kVecs>;
   auto& smem = ptx::shared_memory<typename Kernel::Smem>();
