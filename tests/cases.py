@@ -334,8 +334,8 @@ def build(case: Case, seed: int = 0) -> Inputs:
     )
 
 
-def make_plan(inputs: Inputs, chunk_size: int) -> paged_attn.DecodePlan:
-    """The plan for a call of these inputs."""
+def make_plan(inputs: Inputs, chunk_size: int | None = None) -> paged_attn.DecodePlan:
+    """The plan for a call of these inputs; without a chunk size it cuts sequences anywhere."""
     ragged = inputs.options.get("cu_query_lens")
     return paged_attn.plan_decode(
         inputs.seq_lens,
@@ -344,6 +344,9 @@ def make_plan(inputs: Inputs, chunk_size: int) -> paged_attn.DecodePlan:
         head_dim=inputs.query.shape[-1],
         query_len=inputs.query.shape[1] if inputs.query.dim() == 4 else 1,
         cu_query_lens=ragged,
+        num_query_tokens=None if ragged is None else inputs.query.shape[0],
+        causal=inputs.options["causal"],
+        sliding_window=inputs.options["sliding_window"],
         chunk_size=chunk_size,
     )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accuracy import assert_accurate
 from backends import Backend
-from cases import DEAD_BLOCK, Case, Inputs, attend, build, poison, store_rows
+from cases import DEAD_BLOCK, Case, Inputs, attend, build, make_plan, poison, store_rows
 from cuda_support import behind_a_producer, capture, cuda
 from support import same_bits
 from torch import Tensor
@@ -76,22 +76,6 @@ def load(static: Inputs, source: Inputs) -> None:
             value.copy_(source.options[name], non_blocking=True)
 
 
-def free_plan(inputs: Inputs) -> paged_attn.DecodePlan:
-    """A plan that cuts sequences anywhere."""
-    cu_query_lens = inputs.options.get("cu_query_lens")
-    return paged_attn.plan_decode(
-        inputs.seq_lens,
-        num_q_heads=inputs.query.shape[-2],
-        num_kv_heads=inputs.key_cache.shape[2],
-        head_dim=inputs.query.shape[-1],
-        query_len=inputs.query.shape[1] if inputs.query.dim() == 4 else 1,
-        cu_query_lens=cu_query_lens,
-        num_query_tokens=None if cu_query_lens is None else inputs.query.shape[0],
-        causal=inputs.options["causal"],
-        sliding_window=inputs.options["sliding_window"],
-    )
-
-
 def attend_planned(inputs: Inputs, plan: paged_attn.DecodePlan) -> tuple[Tensor, Tensor]:
     arguments = [getattr(inputs, name) for name in NAMES]
     result = paged_attn.paged_attention(*arguments, **inputs.options, plan=plan, return_lse=True)
@@ -127,7 +111,7 @@ def test_plan_in_the_graph(backend: Backend, case: Case) -> None:
     static = shortest.on(backend)
 
     def step() -> list[Tensor]:
-        plan = free_plan(static)
+        plan = make_plan(static)
         return [tensor for layer in layers(static) for tensor in attend_planned(layer, plan)]
 
     captured = capture(step)
@@ -149,7 +133,7 @@ def test_a_replay_stays_within_the_captured_width(backend: Backend, planned: boo
     static = inputs.replace(block_tables=wide[:, :16]).on(backend)
     assert static.block_tables.stride(0) == 40
     captured = capture(
-        lambda: attend_planned(static, free_plan(static)) if planned else attend(static)
+        lambda: attend_planned(static, make_plan(static)) if planned else attend(static)
     )
     for lens in ((257, 256, 100), (640, 10_000, 100)):
         static.seq_lens.copy_(torch.tensor(lens))
@@ -202,7 +186,7 @@ def test_a_plan_serves_several_layers(backend: Backend) -> None:
     # Also again and in another order: a call leaves the plan as it found it.
     layers = [make(DECODE, seed) for seed in range(3)]
     placed = [layer.on(backend) for layer in layers]
-    plan = free_plan(placed[0])
+    plan = make_plan(placed[0])
     first = [attend_planned(layer, plan) for layer in placed]
     again = [attend_planned(layer, plan) for layer in reversed(placed)][::-1]
     for layer, results, repeated in zip(layers, first, again, strict=True):
@@ -212,14 +196,14 @@ def test_a_plan_serves_several_layers(backend: Backend) -> None:
 
 def test_two_streams_with_a_plan_each(backend: Backend) -> None:
     placed = [make(DECODE, seed).on(backend) for seed in range(2)]
-    alone = [attend_planned(inputs, free_plan(inputs)) for inputs in placed]
+    alone = [attend_planned(inputs, make_plan(inputs)) for inputs in placed]
     streams = [cuda.Stream() for _ in placed]
     cuda.synchronize()
     results: list[list[tuple[Tensor, Tensor]]] = [[], []]
     for _ in range(20):
         for inputs, stream, mine in zip(placed, streams, results, strict=True):
             with cuda.stream(stream):
-                mine.append(attend_planned(inputs, free_plan(inputs)))
+                mine.append(attend_planned(inputs, make_plan(inputs)))
     cuda.synchronize()
     for want, mine in zip(alone, results, strict=True):
         assert all(all(map(same_bits, want, got)) for got in mine)
@@ -337,7 +321,7 @@ def test_on_another_device_than_the_current(backend: Backend, case: Case) -> Non
     inputs = make(case)
     with cuda.device(0):
         placed = inputs.on(second)
-        for out, lse in (attend(placed), attend_planned(placed, free_plan(placed))):
+        for out, lse in (attend(placed), attend_planned(placed, make_plan(placed))):
             assert out.device == lse.device == torch.device("cuda:1")
             cuda.synchronize(1)
             assert_accurate(out, inputs, lse)

@@ -87,6 +87,35 @@ def test_without_lse_the_output_is_the_same(backend: Backend) -> None:
     assert same_bits(without, with_lse)
 
 
+PLANNED = (
+    Case("short", seq_lens=(1,)),
+    Case("long", seq_lens=(900, 0, 33), sinks=True),  # in fragments, wherever CTAs are few
+    Case("long_window", seq_lens=(900, 700), query_lens=2, sliding_window=300),
+    Case("long_ragged", seq_lens=(900, 40, 700), query_lens=(3, 0, 1), padding=2, sinks=True),
+)
+
+
+@pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
+def test_a_plan_of_the_step_changes_nothing(backend: Backend, case: Case) -> None:
+    # Made beforehand and used twice, as by two layers: the same cuts as a call makes for itself.
+    inputs = build(case).on(backend)
+    want, lse = attend(inputs)
+    assert_accurate(want, build(case), lse)
+    plan = make_plan(inputs)
+    for _ in range(2):
+        got = paged_attn.paged_attention(
+            inputs.query,
+            inputs.key_cache,
+            inputs.value_cache,
+            inputs.block_tables,
+            inputs.seq_lens,
+            **inputs.options,
+            plan=plan,
+        )
+        assert isinstance(got, Tensor)
+        assert same_bits(got, want)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 8, 16, 33, 1 << 40])
 @pytest.mark.parametrize("query_lens", [None, 3, (2, 1, 4)])
 def test_any_chunk_size(

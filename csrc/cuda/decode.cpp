@@ -147,12 +147,12 @@ int64_t num_chunk_rows(const DecodeParams& params, const Chunks& chunks) {
   return params.num_tokens * params.num_q_heads * chunks.count;
 }
 
-// CTAs of a plan: those that are resident at once, with rings of up to 70 KiB each.
+// CTAs of a plan: those that are resident at once, with up to 74 KiB of shared memory each.
 int32_t plan_ctas() {
-  constexpr int64_t kTwoRings = 160 * 1024;
+  constexpr int64_t kRoomForTwo = 160 * 1024;
   constexpr int64_t kMost = 1023;  // see kernels/plan.cuh
   return static_cast<int32_t>(
-      std::min(kMost, num_sms() * (shared_memory_per_sm() >= kTwoRings ? 2 : 1)));
+      std::min(kMost, num_sms() * (shared_memory_per_sm() >= kRoomForTwo ? 2 : 1)));
 }
 
 PlanView plan_view(int32_t* words) {

@@ -87,7 +87,9 @@ def _ninja_file() -> tuple[str, Built]:
         # The other backends' devices and registrations.
         if not path.name.startswith(("register_", "device_"))
     ]
-    own = [(path, torch_flags) for path in sorted(HERE.glob("*.cpp"))]
+    # What runs here is a device like the emulator's: CPU tensors, no streams.
+    device = ROOT / "tests/emulator/device.cpp"
+    own = [(path, torch_flags) for path in [*sorted(HERE.glob("*.cpp")), device]]
     objects = []
     for path, flags in [*bindings, *own]:
         objects.append(f"{BUILD}/{path.relative_to(ROOT)}.o")
