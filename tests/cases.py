@@ -345,8 +345,8 @@ def make_plan(inputs: Inputs, chunk_size: int | None = None) -> paged_attn.Decod
         query_len=inputs.query.shape[1] if inputs.query.dim() == 4 else 1,
         cu_query_lens=ragged,
         num_query_tokens=None if ragged is None else inputs.query.shape[0],
-        causal=inputs.options["causal"],
-        sliding_window=inputs.options["sliding_window"],
+        causal=inputs.options.get("causal", True),
+        sliding_window=inputs.options.get("sliding_window"),
         chunk_size=chunk_size,
     )
 
