@@ -97,8 +97,11 @@ def missing() -> str | None:
     """Returns why nothing can be compiled and read here."""
     if build_native.find_nvcc() is None:
         return "the static report needs nvcc, in CUDA_HOME, on PATH or from a wheel"
-    if find_cuobjdump() is None:
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None:
         return "the static report needs cuobjdump: pip install nvidia-cuda-cuobjdump"
+    if not cuobjdump.with_name("nvdisasm").is_file() and shutil.which("nvdisasm") is None:
+        return "cuobjdump needs nvdisasm beside it: pip install nvidia-cuda-nvdisasm"
     return None
 
 

@@ -4,7 +4,7 @@
 
 Compiles csrc/kernels/inst/*.cu with the flags of the build, one architecture at a time, and reads
 the machine code. Needs nvcc, and cuobjdump, which comes with a CUDA toolkit or by
-`pip install nvidia-cuda-cuobjdump`.
+`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 
 How the numbers come about:
 
