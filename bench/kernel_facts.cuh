@@ -8,16 +8,16 @@
 
 namespace paged_attn {
 
-template <DType kQuery, DType kKv, int kDim, int kColumns>
+template <DType kQuery, DType kKv, int kDim, int kRows>
 void print_facts() {
-  using Kernel = DecodeMma<kQuery, kKv, kDim, kColumns>;
+  using Kernel = DecodeMma<kQuery, kKv, kDim, kRows>;
   using Ring = typename Kernel::Ring;
   // K and V rows without their padding: of a tile, and of all tiles that a CTA's rings hold.
   constexpr int kTileBytes = 2 * Ring::kTokens * Ring::kRowBytes;
-  constexpr int kRingBytes = Kernel::kWarps * Ring::kStages * kTileBytes;
+  constexpr int kRingBytes = Kernel::kRings * Ring::kStages * kTileBytes;
   std::printf("%d %d %d %d %d %d %d %d\n", static_cast<int>(kQuery), static_cast<int>(kKv), kDim,
-              kColumns, Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Smem)),
-              kTileBytes, kRingBytes);
+              kRows, Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Smem)), kTileBytes,
+              kRingBytes);
 }
 
 }  // namespace paged_attn

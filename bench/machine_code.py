@@ -25,9 +25,11 @@ import build_native  # noqa: E402
 
 _INSTANCE = re.compile(r"launch_decode_mma<DType::(\w+), DType::(\w+), (\d+), (\d+)>")
 _SYMBOL = re.compile(r"decode_mma_kernelI.*DTypeE(\d)ELS\d_(\d)ELi(\d+)ELi(\d+)E")
-_ESSENTIAL = ("HMMA", "LDSM", "LDGSTS", "LDG")
+_ESSENTIAL = ("HMMA", "LDSM", "LDGSTS")
+# A copy with a predicate after its operands writes zeroes where that is false: a tail's.
+_ZERO_FILL = re.compile(r",\s*!?P\d\s*$")
 
-Key = tuple[int, int, int, int]  # query and KV dtype, kDim, kColumns
+Key = tuple[int, int, int, int]  # query and KV dtype, kDim, kRows
 
 
 class ReportError(Exception):
@@ -137,8 +139,8 @@ def instance_key(symbol: str) -> Key | None:
     match = _SYMBOL.search(symbol)
     if match is None:
         return None
-    query, kv, dim, columns = map(int, match.groups())
-    return query, kv, dim, columns
+    query, kv, dim, rows = map(int, match.groups())
+    return query, kv, dim, rows
 
 
 def read_facts(files: Sequence[Path], out: Path) -> dict[Key, Facts]:
@@ -146,8 +148,8 @@ def read_facts(files: Sequence[Path], out: Path) -> dict[Key, Facts]:
     nvcc, _ = tools()
     instances = [match for path in files for match in _INSTANCE.findall(path.read_text())]
     calls = "".join(
-        f"  paged_attn::print_facts<DType::{query}, DType::{kv}, {dim}, {columns}>();\n"
-        for query, kv, dim, columns in instances
+        f"  paged_attn::print_facts<DType::{query}, DType::{kv}, {dim}, {rows}>();\n"
+        for query, kv, dim, rows in instances
     )
     program = out / "facts.cu"
     program.write_text(
@@ -158,8 +160,8 @@ def read_facts(files: Sequence[Path], out: Path) -> dict[Key, Facts]:
     printed, _ = run([out / "facts"])
     facts = {}
     for line in printed.splitlines():
-        query, kv, dim, columns, *numbers = map(int, line.split())
-        facts[query, kv, dim, columns] = Facts(*numbers)
+        query, kv, dim, rows, *numbers = map(int, line.split())
+        facts[query, kv, dim, rows] = Facts(*numbers)
     return facts
 
 
@@ -182,7 +184,9 @@ def main_loop(function: sass.Function) -> Trip | None:
     loop = function.innermost_loop(("HMMA", "LDGSTS"))
     if loop is None:
         return None
-    trip = function.trip(loop, lambda ins: ins.opcode in _ESSENTIAL)
+    trip = function.trip(
+        loop, lambda ins: ins.opcode in _ESSENTIAL and not _ZERO_FILL.search(ins.operands)
+    )
     everywhere = function.instructions
     return Trip(
         opcodes=Counter(ins.opcode for ins in trip),

@@ -12,9 +12,10 @@ How the numbers come about:
   and of a ring are printed by a host program that is compiled from the kernel's headers.
 * CTAs per SM: see occupancy.py. In flight: K and V bytes of the rings of all resident CTAs.
 * The main loop is the innermost loop that contains both HMMA and LDGSTS. A trip is the shortest way
-  around it that executes as many HMMA, LDSM, LDGSTS and LDG as any way does: a whole tile without
+  around it that executes as many HMMA, LDSM and LDGSTS as any way does: a whole tile without
   masks, after which another tile is fetched. KV bytes of a trip are its LDGSTS, each 32 x 16 bytes.
-* Share: of the issue slots that there are while the board reads at its full memory bandwidth.
+* Share: of the issue slots that there are while the board reads at its full memory bandwidth. For
+  instances of many rows, which divide rows among warps, it says nothing: of 8 warps each counts.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ class Row:
         return self.ctas * self.facts.ring_bytes
 
     @property
+    def many_rows(self) -> bool:
+        """Whether arithmetic, not memory, is its limit: no goal but the clean code."""
+        return self.key[3] > 16
+
+    @property
     def share(self) -> float:
         """Of the issue slots of the architecture's board."""
         board = occupancy.ARCHS[self.arch].board
@@ -82,7 +88,7 @@ class Row:
     @property
     def share_goal(self) -> float | None:
         """The most that the share is to be."""
-        if self.arch != GOAL_ARCH_OF_SHARE:
+        if self.arch != GOAL_ARCH_OF_SHARE or self.many_rows:
             return None
         kv, dim = DTYPES[self.key[1]], self.key[2]
         if kv in ("f16", "bf16"):
@@ -100,9 +106,9 @@ class Row:
             found.append(f"{self.trip.narrow_copies} LDGSTS below 16 B")
         if not self.trip.opcodes["HMMA"] or not self.trip.opcodes["LDSM"]:
             found.append("no HMMA or no LDSM")
-        if self.trip.kv_bytes % self.facts.tile_bytes:
-            found.append(f"a trip of {self.trip.kv_bytes} B is not of whole tiles")
-        goal = GOAL_IN_FLIGHT.get(self.arch, 0)
+        if not self.many_rows and self.trip.kv_bytes != self.facts.tile_bytes:
+            found.append(f"a trip of {self.trip.kv_bytes} B is not a tile")
+        goal = 0 if self.many_rows else GOAL_IN_FLIGHT.get(self.arch, 0)
         if self.in_flight < goal:
             found.append(f"in flight < {goal // KIB} KiB")
         if self.share_goal is not None and self.share > self.share_goal:
@@ -111,13 +117,13 @@ class Row:
 
     def cells(self) -> list[str]:
         """Returns its cells of the table, as HEADER names them."""
-        query, kv, dim, columns = self.key
+        query, kv, dim, tile_rows = self.key
         opcodes = self.trip.opcodes
         return [
             DTYPES[query],
             DTYPES[kv],
             str(dim),
-            str(columns),
+            str(tile_rows),
             str(self.resources.registers),
             f"{self.facts.shared_memory / KIB:.1f}",
             str(self.ctas),
@@ -136,7 +142,7 @@ HEADER = [
     "query",
     "KV",
     "kDim",
-    "kColumns",
+    "kRows",
     "registers",
     "smem KiB",
     "CTAs/SM",

@@ -21,16 +21,21 @@ struct DecodeNeeds {
 // int32 words of a plan, for any device and any batch.
 inline constexpr int64_t kPlanWords = 8192;
 
+// A chunk_size by each sequence's length: see DecodeParams::chunk_tokens.
+inline constexpr int32_t kAutoChunk = -1;
+
 // `chunk_size` is the caller's, or 0 to let the backend cut the sequences as it likes.
-DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size);
+// A plan is made for pools with elements of plan_kv_bytes; others can use it, at some cost.
+DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size, int32_t plan_kv_bytes);
 
 // Plans the step of `params`, of which only what says which keys are visible is read.
-void make_plan(const DecodeParams& params, int32_t* plan, Stream stream);
+void make_plan(const DecodeParams& params, int32_t kv_bytes, int32_t* plan, Stream stream);
 
 struct DecodeCall {
   DecodeParams params;
   int32_t chunk_size;
-  int32_t* plan;     // ? [kPlanWords]
+  int32_t* plan;  // ? [kPlanWords]
+  int32_t plan_kv_bytes;
   float* workspace;  // ? [DecodeNeeds::workspace_floats]
 };
 

@@ -65,6 +65,27 @@ struct PlanView {
   }
 };
 
+// Shared memory of a CTA of the tensor-core kernel, what the system takes included, at most: kDim
+// and kRows are its template parameters, kv_bytes the size of an element.
+constexpr int64_t smem_kib(int dim, int rows, int kv_bytes) {
+  const int row_bytes = dim * kv_bytes;
+  if (rows > 16) return row_bytes <= 128 ? 46 : 75;
+  return row_bytes == 64 ? 43 : 75;
+}
+
+// CTAs that an SM with so much shared memory holds at once: what registers are bounded for, and
+// what a plan counts on.
+constexpr int resident_ctas(int dim, int rows, int kv_bytes, int64_t shared_kib) {
+  const int by_registers = rows > 16    ? (dim == 64 && kv_bytes == 2 ? 2 : 1)
+                           : rows == 16 ? (dim == 64    ? 4
+                                           : dim == 128 ? 3
+                                                        : 2)
+                                        : 5;
+  const int by_memory = static_cast<int>(shared_kib / smem_kib(dim, rows, kv_bytes));
+  const int ctas = by_registers < by_memory ? by_registers : by_memory;
+  return ctas < 1 ? 1 : ctas;
+}
+
 // Makes the plan of a step. Of `decode` only what says which keys are visible is used.
 struct PlanParams {
   DecodeParams decode;
@@ -81,6 +102,8 @@ struct DecodeMmaParams {
   Divider block_size;
   // Without cuts the work is cut into chunks: see DecodeParams.
   PlanView plan;
+  bool token_scales;    // the scales differ from token to token
+  bool query_pairs;     // two elements of a query row are one aligned word
   float* fragment_out;  // ? [2 * num_ctas, rows, head_dim], each normalised
   float* fragment_lse;  // ? [2 * num_ctas, rows], natural logarithm
 };

@@ -131,6 +131,9 @@ struct RowTile {
   TokenRange common;  // keys of the chunk that every row sees
 };
 
+inline constexpr int64_t kMinAutoChunk = 512;
+inline constexpr int64_t kMaxAutoChunks = 64;
+
 // Paged attention of num_tokens query tokens, each with num_q_heads rows.
 struct DecodeParams {
   RowsView query;
@@ -159,9 +162,9 @@ struct DecodeParams {
   bool causal;
   bool vector_aligned;  // 8 elements of a pool row can be moved as whole vectors
 
-  // Split-KV: chunk c of a sequence is its tokens [c * chunk_size, (c + 1) * chunk_size).
+  // Split-KV: chunk c of a sequence is its tokens [c * n, (c + 1) * n) with n = chunk_tokens().
   // Without partial_out there is one chunk, the whole sequence, and rows go straight to `out`.
-  int32_t chunk_size;
+  int32_t chunk_size;  // 0: by the sequence's length
   int32_t max_chunks;
   float* partial_out;  // ? [num_tokens, num_q_heads, max_chunks, head_dim], each normalised
   float* partial_lse;  // ? [num_tokens, num_q_heads, max_chunks], natural logarithm
@@ -183,6 +186,17 @@ struct DecodeParams {
     const int64_t capacity = block_tables.max_blocks * shape.block_size;
     const int64_t length = seq_lens[seq];
     return length < 0 ? 0 : length > capacity ? capacity : length;
+  }
+
+  // Tokens of a chunk of a sequence. By its length: the smallest power of two from kMinAutoChunk on
+  // with at most kMaxAutoChunks chunks.
+  constexpr int64_t chunk_tokens(int64_t seq) const {
+    if (chunk_size > 0) return chunk_size;
+    int64_t tokens = kMinAutoChunk;
+    if (seq < 0) return tokens;
+    const int64_t length = seq_len(seq);
+    while (tokens * kMaxAutoChunks < length) tokens *= 2;
+    return tokens;
   }
 
   // The visible keys of a query token; none for padding.
@@ -229,8 +243,9 @@ struct DecodeParams {
     const int64_t last_row = tile.first_row + tile.num_rows - 1;
     const TokenRange first = visible({tile.seq, tile.first_row / group, tile.query_len});
     const TokenRange last = visible({tile.seq, last_row / group, tile.query_len});
-    const int64_t begin = chunk * chunk_size;
-    const int64_t end = begin + chunk_size;
+    const int64_t tokens = chunk_tokens(tile.seq);
+    const int64_t begin = chunk * tokens;
+    const int64_t end = begin + tokens;
     tile.range = {first.begin > begin ? first.begin : begin, last.end < end ? last.end : end};
     tile.common = {last.begin > begin ? last.begin : begin, first.end < end ? first.end : end};
     return tile;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from paged_attn._ops import Scale, split_scale
 
 # int32 words of a plan, for any device and any batch: kPlanWords of csrc/backend.h.
 _PLAN_WORDS = 8192
+# kAutoChunk of csrc/backend.h.
+_AUTO_CHUNK = -1
 
 
 @dataclass(frozen=True)
@@ -19,23 +22,30 @@ class DecodePlan:
     """How a step's work is cut into equal pieces: made by `plan_decode`, used by all layers.
 
     Attributes:
+        num_seqs: sequences it was made for.
+        num_query_tokens: query tokens it was made for, of all sequences; 0 where not known.
         num_q_heads: query heads it was made for.
         num_kv_heads: KV heads it was made for.
         head_dim: head dimension it was made for.
         query_len: query tokens of a sequence; 0 where lengths differ.
         causal: whether queries see no later key.
         sliding_window: keys that a query sees, or None for all.
-        chunk_size: tokens in one chunk of a sequence, or None where work is cut freely.
+        chunk_size: tokens in one chunk of a sequence, "auto" where its length decides, or None
+            where work is cut freely.
+        kv_bytes: bytes of an element of the pools it was made for.
         tensor: the plan on the device; None with a chunk_size, which leaves nothing to plan.
     """
 
+    num_seqs: int
+    num_query_tokens: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     query_len: int
     causal: bool
     sliding_window: int | None
-    chunk_size: int | None
+    chunk_size: int | Literal["auto"] | None
+    kv_bytes: int
     tensor: Tensor | None
 
 
@@ -50,7 +60,8 @@ def plan_decode(
     num_query_tokens: int | None = None,
     causal: bool = True,
     sliding_window: int | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> DecodePlan:
     """Plans the decode kernel's work for one step, for all layers of one shape and window.
 
@@ -72,7 +83,10 @@ def plan_decode(
         causal: as for `paged_attention`.
         sliding_window: as for `paged_attention`.
         chunk_size: cut every sequence at multiples of this many tokens instead. A sequence's result
-            then has the same bits in any batch.
+            then has the same bits in any batch. "auto": of 512 tokens, or the power of two beyond
+            that makes at most 64 chunks of the sequence.
+        kv_dtype: dtype of the pools; None for 16 bits. A plan can be used with other pools, but
+            fits these: it knows how many CTAs are resident.
 
     Returns:
         The plan to give to `paged_attention`. It does not hold the tensors. Of two calls on
@@ -92,7 +106,7 @@ def plan_decode(
         "head_dim": head_dim,
         "query_len": query_len,
         "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
+        "chunk_size": None if chunk_size == "auto" else chunk_size,
     }
     for name, count in counts.items():
         if count is not None and count < 1:
@@ -107,6 +121,7 @@ def plan_decode(
     if cu_query_lens is not None and num_query_tokens is None and chunk_size is None:
         raise ValueError("plan_decode: num_query_tokens must be given with cu_query_lens")
     tensor = None
+    kv_bytes = 2 if kv_dtype is None else kv_dtype.itemsize
     if chunk_size is None:
         tensor = torch.empty(_PLAN_WORDS, dtype=torch.int32, device=seq_lens.device)
         _ops.lib.plan_decode(
@@ -120,8 +135,12 @@ def plan_decode(
             query_len,
             causal,
             sliding_window,
+            kv_bytes,
         )
+    num_seqs = seq_lens.shape[0]
     return DecodePlan(
+        num_seqs=num_seqs,
+        num_query_tokens=(num_query_tokens or 0) if cu_query_lens is not None else num_seqs * query_len,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -129,6 +148,7 @@ def plan_decode(
         causal=causal,
         sliding_window=sliding_window,
         chunk_size=chunk_size,
+        kv_bytes=kv_bytes,
         tensor=tensor,
     )
 
@@ -137,12 +157,23 @@ def _check_plan(
     plan: DecodePlan,
     query: Tensor,
     key_cache: Tensor,
+    seq_lens: Tensor,
     ragged: bool,
     mask: tuple[bool, int | None],
 ) -> None:
-    if query.dim() not in (3, 4) or key_cache.dim() != 4:
+    if query.dim() not in (3, 4) or key_cache.dim() != 4 or seq_lens.dim() != 1:
         return  # the op says what is wrong
     query_len = 0 if ragged else query.shape[1] if query.dim() == 4 else 1
+    num_tokens = query.shape[0] * (query.shape[1] if query.dim() == 4 else 1)
+    if plan.chunk_size is None and (seq_lens.shape[0], num_tokens) != (
+        plan.num_seqs,
+        plan.num_query_tokens,
+    ):
+        raise ValueError(
+            "paged_attention: plan must be made for this call's (num_seqs, num_query_tokens) "
+            f"{(seq_lens.shape[0], num_tokens)}, got one for "
+            f"{(plan.num_seqs, plan.num_query_tokens)}"
+        )
     got = (query.shape[-2], key_cache.shape[2], query.shape[-1], query_len, *mask)
     planned = (
         plan.num_q_heads,
@@ -232,7 +263,8 @@ def paged_attention(
     graph and replayed with other lengths and tables. Same inputs give the same bits.
     """
     if plan is not None:
-        _check_plan(plan, query, key_cache, cu_query_lens is not None, (causal, sliding_window))
+        ragged, mask = cu_query_lens is not None, (causal, sliding_window)
+        _check_plan(plan, query, key_cache, seq_lens, ragged, mask)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = None
@@ -259,8 +291,9 @@ def paged_attention(
         v_tensor,
         k_float,
         v_float,
-        None if plan is None else plan.chunk_size,
+        None if plan is None else _AUTO_CHUNK if plan.chunk_size == "auto" else plan.chunk_size,
         None if plan is None else plan.tensor,
+        2 if plan is None else plan.kv_bytes,
     )
     return out if lse is None else (out, lse)
 

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from backends import Backend
@@ -20,6 +20,7 @@ import paged_attn
 from paged_attn import reference
 
 NAN = float("nan")
+ChunkSize = int | Literal["auto"] | None
 DEAD_BLOCK = 2147480000  # a table entry that must not be followed
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SPARE_BLOCKS = 3
@@ -52,7 +53,7 @@ class Case:
     softcap: float | None = None
     alibi: bool = False
     sinks: bool = False
-    chunk_size: int | None = None
+    chunk_size: ChunkSize = None
     index_dtype: torch.dtype = torch.int32
     table_layout: str = "dense"  # dense, transposed, spread
 
@@ -88,6 +89,7 @@ CASES = (
     Case("chunked", chunk_size=8, seq_lens=(1, 8, 9, 70)),
     Case("chunked_across_blocks", chunk_size=20, query_lens=3, seq_lens=(19, 21, 61)),
     Case("chunked_sinks", chunk_size=8, sinks=True, query_lens=2, seq_lens=(0, 8, 41)),
+    Case("chunked_by_length", chunk_size="auto", seq_lens=(0, 512, 513, 700), query_lens=2),
     Case("hnd", layout="hnd"),
     Case("interleaved", layout="interleaved", block_size=7),
     Case("last_dim_split", layout="last_dim"),
@@ -111,6 +113,38 @@ CASES = (
     Case("multi_head", num_q_heads=3, num_kv_heads=3),
     Case("widest_head", head_dim=512, seq_lens=(3, 33)),
     Case("negative_scale", scale=-0.3),
+    Case("many_rows", num_q_heads=12, query_lens=9, seq_lens=(9, 70, 0, 33), sinks=True),
+    Case("prefill", query_lens=150, seq_lens=(150, 171), dtype=torch.bfloat16, softcap=5.0),
+    Case("prefill_window", query_lens=(90, 1, 70), seq_lens=(95, 60, 70), sliding_window=20),
+    Case("many_rows_chunked", num_q_heads=40, query_lens=2, seq_lens=(70, 9), chunk_size=32),
+    Case(
+        "many_rows_e4m3_per_token",
+        num_q_heads=36,
+        query_lens=3,
+        seq_lens=(3, 77, 200),
+        kv_dtype=torch.float8_e4m3fn,
+        scale_kind="token",
+        layout="hnd",
+    ),
+    Case(
+        "many_rows_wide",
+        num_q_heads=20,
+        query_lens=2,
+        seq_lens=(35, 140),
+        head_dim=248,
+        alibi=True,
+        block_size=7,
+    ),
+    Case(
+        "many_rows_int8_wide",
+        num_q_heads=18,
+        query_lens=4,
+        seq_lens=(35, 90),
+        head_dim=208,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.int8,
+        scale_kind="token",
+    ),
     Case(
         "everything",
         query_lens=(3, 0, 2, 1),
@@ -334,7 +368,7 @@ def build(case: Case, seed: int = 0) -> Inputs:
     )
 
 
-def make_plan(inputs: Inputs, chunk_size: int | None = None) -> paged_attn.DecodePlan:
+def make_plan(inputs: Inputs, chunk_size: ChunkSize = None) -> paged_attn.DecodePlan:
     """The plan for a call of these inputs; without a chunk size it cuts sequences anywhere."""
     ragged = inputs.options.get("cu_query_lens")
     return paged_attn.plan_decode(
@@ -348,10 +382,11 @@ def make_plan(inputs: Inputs, chunk_size: int | None = None) -> paged_attn.Decod
         causal=inputs.options.get("causal", True),
         sliding_window=inputs.options.get("sliding_window"),
         chunk_size=chunk_size,
+        kv_dtype=inputs.key_cache.dtype,
     )
 
 
-def attend(inputs: Inputs, *, chunk_size: int | None = None, out: Any = None) -> tuple[Any, Any]:
+def attend(inputs: Inputs, *, chunk_size: ChunkSize = None, out: Any = None) -> tuple[Any, Any]:
     """paged_attention of the inputs, with its LSE; chunked as the case says or as is asked."""
     chunk_size = inputs.case.chunk_size if chunk_size is None else chunk_size
     result = paged_attn.paged_attention(

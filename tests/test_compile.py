@@ -63,7 +63,8 @@ def attention_args(**changes: Any) -> tuple[Any, ...]:
         *(args[name] for name in ("softcap", "alibi_slopes", "sinks")),
         *args["scales"],
         args["chunk_size"],
-        None,
+        None,  # plan
+        2,  # plan_kv_bytes
     )
 
 
@@ -94,7 +95,7 @@ SAMPLES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "plan": (
         ops.plan_decode,
-        (torch.empty(8192, dtype=torch.int32), tables()[1], None, 0, 4, 2, 16, 1, True, None),
+        (torch.empty(8192, dtype=torch.int32), tables()[1], None, 0, 4, 2, 16, 1, True, None, 2),
     ),
     "merge": (
         ops.merge_states,

@@ -137,6 +137,24 @@ def test_chunked_bits_do_not_depend_on_the_batch(backend: Backend, chunk_size: i
         assert same_bits(alone_lse, lse[seq : seq + 1])
 
 
+def test_chunked_bits_of_ragged_sequences_do_not_depend_on_the_batch(backend: Backend) -> None:
+    lens = (2, 1, 40, 1)  # alone they are of few query rows, many, few; together of some
+    inputs = build(Case("ragged_batch", seq_lens=(37, 1, 66, 90), query_lens=lens)).on(backend)
+    together, lse = attend(inputs, chunk_size=16)
+    for seq, length in enumerate(lens):
+        rows = slice(sum(lens[:seq]), sum(lens[: seq + 1]))
+        alone = inputs.replace(
+            query=inputs.query[rows],
+            block_tables=inputs.block_tables[seq : seq + 1],
+            seq_lens=inputs.seq_lens[seq : seq + 1],
+            options=inputs.options
+            | {"cu_query_lens": backend.place(torch.tensor([0, length], dtype=torch.int32))},
+        )
+        out, alone_lse = attend(alone, chunk_size=16)
+        assert same_bits(out, together[rows])
+        assert same_bits(alone_lse, lse[rows])
+
+
 def test_order_of_the_batch(backend: Backend) -> None:
     # Rows of the table are looked up by sequence, whatever their order and whatever ids they hold.
     inputs = build(Case("batch_order", seq_lens=(5, 33, 1, 48, 17), block_size=4)).on(backend)

@@ -43,16 +43,22 @@ def make_plan(backend: Backend, lens: list[int], shape: Shape, sms: int) -> tupl
     finally:
         emulator.configure(sms=4, hooks=hooks)
     assert plan.tensor is not None
-    num_ctas = min(1023, 2 * sms)
+    num_ctas = min(1023, (1 if tile_rows(shape) > 16 else 3) * sms)  # of 75 KiB, in 228
     words = plan.tensor.cpu().numpy()
     cuts = words[: 5 * (num_ctas + 1)].reshape(-1, 5)
     assert not words[5 * (num_ctas + 1) :][:num_ctas].any(), "semaphores start at 0"
     return cuts, num_ctas
 
 
+def tile_rows(shape: Shape) -> int:
+    """Query rows of a row tile."""
+    rows = shape.query_len * shape.group
+    return 8 if rows <= 8 else 16 if rows <= 16 else 128
+
+
 def row_tokens(lens: list[int], shape: Shape) -> np.ndarray:
     """Visible tokens of each row tile, counted from a multiple of STEP."""
-    rows = 8 if shape.query_len * shape.group <= 8 else 16
+    rows = tile_rows(shape)
     tiles = []
     for length in lens:
         for first in range(0, shape.query_len * shape.group, rows):

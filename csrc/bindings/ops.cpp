@@ -17,12 +17,12 @@ constexpr Op kOps[] = {
      "Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_query_lens, "
      "float? scale, bool causal, int? sliding_window, float? softcap, Tensor? alibi_slopes, "
      "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float? k_scale_value, "
-     "float? v_scale_value, int? chunk_size, Tensor(c!)? plan) -> ()",
+     "float? v_scale_value, int? chunk_size, Tensor(c!)? plan, int plan_kv_bytes) -> ()",
      paged_attention},
     {"plan_decode",
      "plan_decode(Tensor(a!) plan, Tensor seq_lens, Tensor? cu_query_lens, int num_tokens, "
      "int num_q_heads, int num_kv_heads, int head_dim, int query_len, bool causal, "
-     "int? sliding_window) -> ()",
+     "int? sliding_window, int kv_bytes) -> ()",
      plan_decode},
     {"merge_states",
      "merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor out_a, Tensor lse_a, Tensor out_b, "

@@ -40,6 +40,7 @@ struct AttentionArgs {
   std::optional<double> v_scale_value;
   std::optional<int64_t> chunk_size;
   std::optional<Tensor> plan;
+  int64_t plan_kv_bytes;
 };
 
 AttentionArgs read_args(StableIValue* stack) {
@@ -63,7 +64,8 @@ AttentionArgs read_args(StableIValue* stack) {
           .k_scale_value = in.optional_float(),
           .v_scale_value = in.optional_float(),
           .chunk_size = in.optional_int(),
-          .plan = in.optional_tensor()};
+          .plan = in.optional_tensor(),
+          .plan_kv_bytes = in.get<int64_t>()};
 }
 
 // A query may be [num_seqs, heads, d], [num_seqs, query_len, heads, d] or, ragged,
@@ -229,15 +231,16 @@ void check_plan(const Arg& plan, const Arg& query) {
 
 // Gives the backend the plan and the workspace that it needs, and runs it.
 void run(const DecodeParams& params, const Tensor& query, int32_t chunk_size,
-         const std::optional<Arg>& given_plan) {
+         const std::optional<Arg>& given_plan, int32_t plan_kv_bytes) {
   const device::Scope scope(query);
-  const backend::DecodeNeeds needs = backend::decode_needs(params, chunk_size);
+  const int32_t kv_bytes = given_plan ? plan_kv_bytes : element_size(params.kv_dtype);
+  const backend::DecodeNeeds needs = backend::decode_needs(params, chunk_size, kv_bytes);
   std::optional<Tensor> plan, workspace;
   int32_t* plan_words = given_plan ? given_plan->data<int32_t>() : nullptr;
   if (needs.plan && plan_words == nullptr) {
     plan = new_words(query, backend::kPlanWords, ScalarType::Int);
     plan_words = static_cast<int32_t*>(plan->data_ptr());
-    backend::make_plan(params, plan_words, scope.stream());
+    backend::make_plan(params, kv_bytes, plan_words, scope.stream());
   }
   if (needs.workspace_floats > 0) {
     workspace = new_words(query, needs.workspace_floats, ScalarType::Float);
@@ -245,6 +248,7 @@ void run(const DecodeParams& params, const Tensor& query, int32_t chunk_size,
   backend::decode({.params = params,
                    .chunk_size = chunk_size,
                    .plan = plan_words,
+                   .plan_kv_bytes = kv_bytes,
                    .workspace = workspace ? static_cast<float*>(workspace->data_ptr()) : nullptr},
                   scope.stream());
 }
@@ -270,15 +274,18 @@ void paged_attention(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_
                                         pools, query)};
   set_tensors(call, args, query, pools, shape, cu_query_lens);
   set_numbers(call.params, args, pools, shape);
-  const int32_t chunk_size = checked_count(kOp, "chunk_size", args.chunk_size);
+  const int32_t chunk_size = args.chunk_size == backend::kAutoChunk
+                                 ? backend::kAutoChunk
+                                 : checked_count(kOp, "chunk_size", args.chunk_size);
   const std::optional<Arg> plan = named("plan", args.plan);
+  const int32_t plan_kv_bytes = checked_count(kOp, "plan_kv_bytes", args.plan_kv_bytes);
   if (plan) check_plan(*plan, query);
   check_results(out, lse, query);
   call.params.query_dtype = query_dtype;
   call.params.out = rows_view(out);
   call.params.lse = lse ? lse->data<float>() : nullptr;
   if (shape.num_tokens > 0 && shape.num_heads > 0) {
-    run(call.params, args.query, chunk_size, plan);
+    run(call.params, args.query, chunk_size, plan, plan_kv_bytes);
   }
 }
 

@@ -25,6 +25,7 @@ void plan_decode(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   const int32_t query_len = checked_count(op, "query_len", in.get<int64_t>());
   const bool causal = in.get<bool>();
   const int32_t sliding_window = checked_count(op, "sliding_window", in.optional_int());
+  const int32_t kv_bytes = checked_count(op, "kv_bytes", in.get<int64_t>());
 
   lens.require_on_device_of(lens);
   lens.require_index();
@@ -65,7 +66,7 @@ void plan_decode(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   }
   if (params.num_tokens == 0) return;
   const device::Scope scope(lens.tensor());
-  backend::make_plan(params, plan.data<int32_t>(), scope.stream());
+  backend::make_plan(params, kv_bytes, plan.data<int32_t>(), scope.stream());
 }
 
 }  // namespace paged_attn

@@ -65,11 +65,13 @@ namespace backend {
 
 // One thread walks a sequence from end to end: there is nothing to plan, and a sequence's bits do
 // not depend on the batch.
-DecodeNeeds decode_needs(const DecodeParams& /*params*/, int32_t /*chunk_size*/) {
+DecodeNeeds decode_needs(const DecodeParams& /*params*/, int32_t /*chunk_size*/,
+                         int32_t /*plan_kv_bytes*/) {
   return {false, 0};
 }
 
-void make_plan(const DecodeParams& /*params*/, int32_t* /*plan*/, Stream /*stream*/) {}
+void make_plan(const DecodeParams& /*params*/, int32_t /*kv_bytes*/, int32_t* /*plan*/,
+               Stream /*stream*/) {}
 
 void decode(const DecodeCall& call, Stream /*stream*/) { kernels().decode(call.params); }
 void merge_states(const MergeParams& params, Stream /*stream*/) { kernels().merge_states(params); }

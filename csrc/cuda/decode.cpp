@@ -23,7 +23,6 @@ constexpr int64_t kSplitCtasPerSm = 4;
 constexpr int kMmaCapability = 80;
 constexpr int32_t kMmaMaxHeadDim = 256;
 constexpr int64_t kCopyBytes = 16;
-constexpr int64_t kRowsPerColumn = 8;  // of a tile of query rows
 
 // One lane of the SIMT kernel holds 8 elements of a row, or 16 past this head_dim.
 constexpr int32_t kOneVectorHeadDim = 256;
@@ -31,8 +30,8 @@ constexpr int32_t kOneVectorHeadDim = 256;
 // The kernel for a call: what its template parameters will be.
 struct Choice {
   bool mma;
-  int dim;      // mma: head_dim rounded up
-  int columns;  // mma: tiles of 8 query rows
+  int dim;   // mma: head_dim rounded up
+  int rows;  // mma: of a row tile
 };
 
 // Whether every piece of 16 bytes of a pool is aligned.
@@ -43,6 +42,12 @@ bool pieces_aligned(const PoolView& pool, const DecodeParams& params) {
          pool.token_stride * bytes % kCopyBytes == 0 &&
          pool.head_stride * bytes % kCopyBytes == 0 &&
          params.shape.head_dim * bytes % kCopyBytes == 0;
+}
+
+// Whether every two elements of a row, of 16 bits each, are an aligned word.
+bool words_aligned(const RowsView& rows) {
+  const int64_t strides = rows.seq_stride | rows.token_stride | rows.head_stride;
+  return reinterpret_cast<uintptr_t>(rows.data) % 4 == 0 && strides % 2 == 0;
 }
 
 // The largest unit that divides both strides; false if a row may lie beyond 2^32 of them.
@@ -66,30 +71,35 @@ bool is_per_token(const ScaleView& scale) {
 
 bool make_mma_params(const DecodeParams& params, DecodeMmaParams& mma) {
   mma.decode = params;
+  mma.query_pairs = words_aligned(params.query);
+  mma.token_scales = is_per_token(params.k_scale) || is_per_token(params.v_scale);
   mma.block_size = Divider::of(static_cast<uint32_t>(params.shape.block_size));
   return make_units(params.key_cache, params, mma.key_units) &&
          make_units(params.value_cache, params, mma.value_units);
 }
 
-// Column tiles of 8 rows: two where a sequence has more rows than one holds, and registers do.
-int num_columns(const DecodeParams& params) {
+int rounded_head_dim(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+
+// Query rows of a row tile: as many as a sequence has for one KV head, where ragged on average. In
+// chunks that must not show in the bits.
+int mma_rows(const DecodeParams& params, bool chunked) {
   const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
-  const bool several_tokens = params.num_tokens > params.num_seqs;
-  const int64_t rows = params.cu_query_lens != nullptr && several_tokens ? 2 * kRowsPerColumn
-                                                                         : params.query_len * group;
-  return params.shape.head_dim <= 128 && rows > kRowsPerColumn ? 2 : 1;
+  if (chunked && params.cu_query_lens != nullptr) return 16;
+  const int64_t tokens = ceil_div(params.num_tokens, std::max<int64_t>(params.num_seqs, 1));
+  const int64_t rows = tokens * group;
+  return rows <= 8 ? 8 : rows <= 16 ? 16 : 128;
 }
 
-Choice choose(const DecodeParams& params) {
+Choice choose(const DecodeParams& params, bool chunked) {
   const int32_t head_dim = params.shape.head_dim;
   DecodeMmaParams unused{};
   const bool mma = params.query_dtype != DType::kF32 && head_dim <= kMmaMaxHeadDim &&
-                   !is_per_token(params.k_scale) && !is_per_token(params.v_scale) &&
+                   (is_8bit(params.kv_dtype) ||
+                    (!is_per_token(params.k_scale) && !is_per_token(params.v_scale))) &&
                    pieces_aligned(params.key_cache, params) &&
                    pieces_aligned(params.value_cache, params) && make_mma_params(params, unused) &&
                    compute_capability() >= kMmaCapability;
-  const int dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-  return {mma, dim, num_columns(params)};
+  return {mma, rounded_head_dim(head_dim), mma_rows(params, chunked)};
 }
 
 int64_t simt_rows(const DecodeParams& params) {
@@ -98,8 +108,7 @@ int64_t simt_rows(const DecodeParams& params) {
 
 // Work items of the decode kernel with sequences in one piece.
 int64_t items_per_chunk(const DecodeParams& params, const Choice& choice) {
-  if (choice.mma)
-    return params.num_row_tiles(kRowsPerColumn * choice.columns) * params.shape.num_kv_heads;
+  if (choice.mma) return params.num_row_tiles(choice.rows) * params.shape.num_kv_heads;
   const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
   return params.num_tokens * params.shape.num_kv_heads * ceil_div(group, simt_rows(params));
 }
@@ -108,12 +117,9 @@ template <DType kQuery, DType kKv>
 void launch_mma(const DecodeMmaParams& params, const Choice& choice, unsigned num_ctas,
                 CudaStream stream) {
   dispatch<64, 128, 256>(choice.dim, [&](auto dim) {
-    constexpr int kDim = dim.value;
-    if (choice.columns == 1) {
-      launch_decode_mma<kQuery, kKv, kDim, 1>(params, num_ctas, stream);
-    } else if constexpr (kDim < 256) {
-      launch_decode_mma<kQuery, kKv, kDim, 2>(params, num_ctas, stream);
-    }
+    dispatch<8, 16, 128>(choice.rows, [&](auto rows) {
+      launch_decode_mma<kQuery, kKv, dim.value, rows.value>(params, num_ctas, stream);
+    });
   });
 }
 
@@ -129,6 +135,10 @@ Chunks make_chunks(const DecodeParams& params, const Choice& choice, int32_t req
   const int64_t capacity =
       std::min(kWhole, params.block_tables.max_blocks * int64_t{params.shape.block_size});
   int64_t size = requested;
+  if (requested == kAutoChunk) {
+    const int64_t most = ceil_div(capacity, kMinAutoChunk);
+    return {0, static_cast<int32_t>(std::clamp<int64_t>(most, 1, kMaxAutoChunks)), true};
+  }
   if (size == 0) {
     const int64_t splits = ceil_div(num_sms() * kSplitCtasPerSm, items_per_chunk(params, choice));
     if (splits == 1 || capacity <= kMinChunk) return {static_cast<int32_t>(kWhole), 1, false};
@@ -147,16 +157,15 @@ int64_t num_chunk_rows(const DecodeParams& params, const Chunks& chunks) {
   return params.num_tokens * params.num_q_heads * chunks.count;
 }
 
-// CTAs of a plan: those that are resident at once, with up to 74 KiB of shared memory each.
-int32_t plan_ctas() {
-  constexpr int64_t kRoomForTwo = 160 * 1024;
+// CTAs of a plan for pools with elements of kv_bytes: those that are resident at once.
+int32_t plan_ctas(const DecodeParams& params, int32_t kv_bytes) {
   constexpr int64_t kMost = 1023;  // see kernels/plan.cuh
-  return static_cast<int32_t>(
-      std::min(kMost, num_sms() * (shared_memory_per_sm() >= kRoomForTwo ? 2 : 1)));
+  const int ctas = resident_ctas(rounded_head_dim(params.shape.head_dim), mma_rows(params, false),
+                                 kv_bytes, shared_memory_per_sm() / 1024);
+  return static_cast<int32_t>(std::min(kMost, num_sms() * ctas));
 }
 
-PlanView plan_view(int32_t* words) {
-  const int32_t num_ctas = plan_ctas();
+PlanView plan_view(int32_t* words, int32_t num_ctas) {
   Cut* cuts = reinterpret_cast<Cut*>(words);
   return {cuts, reinterpret_cast<uint32_t*>(cuts + num_ctas + 1), num_ctas};
 }
@@ -164,7 +173,7 @@ static_assert(PlanView::words(1023) <= kPlanWords);
 
 template <DType kQuery, DType kKv>
 void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stream) {
-  const Choice choice = choose(params);
+  const Choice choice = choose(params, call.chunk_size != 0);
   params.chunk_size = std::numeric_limits<int32_t>::max();
   params.max_chunks = 1;
   DecodeMmaParams mma{};
@@ -183,10 +192,10 @@ void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stre
     if (choice.mma) {
       make_mma_params(params, mma);
       if (planned) {
-        mma.plan = plan_view(call.plan);
+        mma.plan = plan_view(call.plan, plan_ctas(params, call.plan_kv_bytes));
         mma.fragment_out = call.workspace;
-        mma.fragment_lse = call.workspace + 2 * int64_t{mma.plan.num_ctas} * kRowsPerColumn *
-                                                choice.columns * params.shape.head_dim;
+        mma.fragment_lse =
+            call.workspace + 2 * int64_t{mma.plan.num_ctas} * choice.rows * params.shape.head_dim;
       }
       launch_mma<kQuery, kKv>(mma, choice, planned ? mma.plan.num_ctas : num_ctas, stream);
       return;
@@ -201,22 +210,22 @@ void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stre
 
 }  // namespace
 
-DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size) {
-  const Choice choice = choose(params);
+DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size, int32_t plan_kv_bytes) {
+  const Choice choice = choose(params, chunk_size != 0);
   const int64_t row_floats = params.shape.head_dim + 1;
   if (is_planned(choice, chunk_size)) {
-    return {true, 2 * int64_t{plan_ctas()} * kRowsPerColumn * choice.columns * row_floats};
+    return {true, 2 * int64_t{plan_ctas(params, plan_kv_bytes)} * choice.rows * row_floats};
   }
   const Chunks chunks = make_chunks(params, choice, chunk_size);
   return {false, chunks.partial ? num_chunk_rows(params, chunks) * row_floats : 0};
 }
 
-void make_plan(const DecodeParams& params, int32_t* plan, Stream stream) {
+void make_plan(const DecodeParams& params, int32_t kv_bytes, int32_t* plan, Stream stream) {
   // Tokens that a row tile costs beside its keys: about a microsecond of one CTA.
   constexpr int32_t kOverhead = 40;
   PlanParams plan_params{.decode = params,
-                         .plan = plan_view(plan),
-                         .rows = static_cast<int32_t>(kRowsPerColumn) * num_columns(params),
+                         .plan = plan_view(plan, plan_ctas(params, kv_bytes)),
+                         .rows = mma_rows(params, false),
                          .overhead = kOverhead};
   plan_params.decode.chunk_size = std::numeric_limits<int32_t>::max();
   launch_plan(plan_params, cuda_stream(stream));

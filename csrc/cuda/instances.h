@@ -13,8 +13,8 @@ using CudaStream = CUstream_st*;
 template <DType kQuery, DType kKv, int kVecs>
 void launch_decode_simt(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
 
-// kDim: 64, 128 or 256; kColumns: tiles of 8 query rows, 1 or 2 (with kDim 256 only 1).
-template <DType kQuery, DType kKv, int kDim, int kColumns>
+// kDim: 64, 128 or 256; kRows: query rows of a row tile, 8, 16 or 128.
+template <DType kQuery, DType kKv, int kDim, int kRows>
 void launch_decode_mma(const DecodeMmaParams& params, unsigned num_ctas, CudaStream stream);
 
 template <DType kQuery>

@@ -43,13 +43,34 @@ struct HalfPairs {
   uint32_t high;
 };
 
-// The pairs are bytes 0, 1 and 2, 3; or, kEvenOdd, bytes 0, 2 and 1, 3.
-template <DType kKv, bool kEvenOdd = false>
+// A float of 8 bits has the bits of a half whose exponent is 8 less. In the magnitude 0x7f, which
+// is NaN, an addition carries into the sign; a permutation spreads that over the half.
+__device__ __forceinline__ HalfPairs widen_e4m3_by_shifts(uint32_t bytes) {
+  constexpr uint32_t kTwoToThe8 = 0x5c005c00u;
+  const uint32_t nans = (bytes & 0x7f7f7f7fu) + 0x01010101u;
+  const auto pair = [](uint32_t upper, uint32_t nan) {
+    const uint32_t small = (upper & 0x80008000u) | (upper >> 1 & 0x3f803f80u);
+    return ptx::multiply_f16x2(small, kTwoToThe8) | (nan & 0x7fff7fffu);
+  };
+  return {pair(ptx::byte_permute(bytes, 0, 0x1404), ptx::byte_permute(nans, 0, 0x9988)),
+          pair(ptx::byte_permute(bytes, 0, 0x3424), ptx::byte_permute(nans, 0, 0xbbaa))};
+}
+
+// What widened keys exceed the stored ones by: see widen().
+template <DType kKv>
+inline constexpr float kKeyBias = kKv == DType::kI8 ? 1152.f : 0.f;
+
+// The pairs are bytes 0, 1 and 2, 3; or, kEvenOdd, bytes 0, 2 and 1, 3. Integers become exact
+// halves by their bits, and are too large by 1152 then: that is subtracted, or, kBiased, left.
+template <DType kKv, bool kEvenOdd = false, bool kBiased = false>
 __device__ __forceinline__ HalfPairs widen(uint32_t bytes) {
   if constexpr (kKv == DType::kF8E4m3) {
     if constexpr (kEvenOdd) bytes = ptx::byte_permute(bytes, 0, 0x3120);
-    return {ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(bytes)),
-            ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(bytes >> 16))};
+    if constexpr (ptx::kHasFp8) {
+      const uint2 pairs = ptx::e4m3x4_to_f16x4(bytes);
+      return {pairs.x, pairs.y};
+    }
+    return widen_e4m3_by_shifts(bytes);
   } else if constexpr (kKv == DType::kF8E5m2) {
     // The upper byte of a half.
     return {ptx::byte_permute(bytes, 0, kEvenOdd ? 0x2404 : 0x1404),
@@ -61,6 +82,7 @@ __device__ __forceinline__ HalfPairs widen(uint32_t bytes) {
     const uint32_t shifted = bytes ^ 0x80808080u;
     const uint32_t low = ptx::byte_permute(shifted, kExponent, kEvenOdd ? 0x4240 : 0x4140);
     const uint32_t high = ptx::byte_permute(shifted, kExponent, kEvenOdd ? 0x4341 : 0x4342);
+    if constexpr (kBiased) return {low, high};
     return {ptx::add_f16x2(low, kBias), ptx::add_f16x2(high, kBias)};
   }
 }
@@ -83,16 +105,17 @@ __device__ __forceinline__ uint32_t value_lane_offset() {
 // the shared address of the first token's first dimension, plus key_lane_offset.
 //
 // For 8 bits a lane's four bytes are four neighbouring dimensions, 4t to 4t + 3. They become
-// columns 2t, 2t + 1, 2t + 8, 2t + 9: the query's fragment is permuted alike.
-template <DType kKv>
+// columns 2t, 2t + 1, 2t + 8, 2t + 9: the query's fragment is permuted alike. kBiased, all are too
+// large by kKeyBias, which is left to whoever sums the products.
+template <DType kKv, bool kBiased>
 __device__ __forceinline__ void load_keys(uint32_t row, FragmentA* fragments) {
   uint32_t words[4];
   ptx::ldmatrix(words, row);
   if constexpr (is_8bit(kKv)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const HalfPairs upper = widen<kKv>(words[2 * half]);
-      const HalfPairs lower = widen<kKv>(words[2 * half + 1]);
+      const HalfPairs upper = widen<kKv, false, kBiased>(words[2 * half]);
+      const HalfPairs lower = widen<kKv, false, kBiased>(words[2 * half + 1]);
       fragments[half] = {{upper.low, lower.low, upper.high, lower.high}};
     }
   } else {

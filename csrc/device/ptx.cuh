@@ -17,6 +17,21 @@ namespace paged_attn::ptx {
 inline constexpr unsigned kFullMask = 0xffffffffu;
 inline constexpr int kWarpSize = 32;
 
+#ifdef __CUDA_ARCH__
+inline constexpr int kArch = __CUDA_ARCH__;
+#else
+inline constexpr int kArch = 900;  // on the host, which asks the device
+#endif
+// Whether there are the tensor cores and the asynchronous copies of sm_80.
+inline constexpr bool kHasMma = kArch >= 800;
+// Whether conversions from 8-bit floats are instructions.
+inline constexpr bool kHasFp8 = kArch >= 890;
+// Shared memory of an SM (CUDA C++ Programming Guide, "Compute Capabilities").
+inline constexpr int kSharedKibPerSm = kArch < 800                    ? 64
+                                       : kArch == 800 || kArch == 870 ? 164
+                                       : kArch >= 900 && kArch < 1200 ? 228
+                                                                      : 100;
+
 // ---- Synchronisation. Every thread of the CTA (or of the warp) reaches each of these. ----
 
 __device__ __forceinline__ void cta_sync() { __syncthreads(); }
@@ -183,6 +198,16 @@ __device__ __forceinline__ uint32_t e5m2x2_to_f16x2(uint16_t bits) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// Four at once, where kHasFp8: the first two in x, the others in y.
+__device__ __forceinline__ uint2 e4m3x4_to_f16x4(uint32_t bits) {
+  uint2 pairs;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(pairs.x), "=r"(pairs.y)
+      : "r"(bits));
+  return pairs;
+}
+
 __device__ __forceinline__ float2 e4m3x2_to_float2(uint16_t bits) {
   return f16x2_to_float2(e4m3x2_to_f16x2(bits));
 }
@@ -246,34 +271,20 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // ---- Asynchronous copies from global to shared memory, of 16 bytes aligned to 16, past L1 ----
 //
 // Each thread waits for its own; others see them after a barrier that follows its wait. Every copy
-// has landed before its thread exits. Before sm_80 a copy is an ordinary one.
+// has landed before its thread exits. Only where kHasMma, as what follows.
 
-#if __CUDA_ARCH__ >= 800
 #define PAGED_ATTN_CP_ASYNC(...) asm volatile("cp.async." __VA_ARGS__ : "memory")
-#else
-#define PAGED_ATTN_CP_ASYNC(...)
-#endif
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global) {
-#if __CUDA_ARCH__ >= 800
   const size_t from = __cvta_generic_to_global(global);
   PAGED_ATTN_CP_ASYNC("cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from));
-#else
-  *static_cast<uint4*>(__cvta_shared_to_generic(shared)) = *static_cast<const uint4*>(global);
-#endif
 }
 
 // The first source_bytes bytes, 0 to 16, and zeroes for the rest; what is not copied is not read.
 __device__ __forceinline__ void copy_async_or_zero(uint32_t shared, const void* global,
                                                    int source_bytes) {
-#if __CUDA_ARCH__ >= 800
   const size_t from = __cvta_generic_to_global(global);
   PAGED_ATTN_CP_ASYNC("cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
                       "r"(source_bytes));
-#else
-  auto* to = static_cast<unsigned char*>(__cvta_shared_to_generic(shared));
-  const auto* from = static_cast<const unsigned char*>(global);
-  for (int i = 0; i < 16; ++i) to[i] = i < source_bytes ? from[i] : 0;
-#endif
 }
 
 // Makes a group of this thread's copies since its last one, possibly of none.
@@ -342,8 +353,7 @@ __device__ __forceinline__ void mma_m16n8k8_f16(float (&c)[4], const uint32_t (&
       : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
-// The same with A 16 x 16, B 16 x 8: a[2], a[3] and b[1] are the second half of the depth. There
-// are no bf16 tensor cores before sm_80: the host never launches a kernel with them there.
+// The same with A 16 x 16, B 16 x 8: a[2], a[3] and b[1] are the second half of the depth.
 #define PAGED_ATTN_MMA(type)                                                     \
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type            \
                ".f32 "                                                           \
@@ -352,20 +362,11 @@ __device__ __forceinline__ void mma_m16n8k8_f16(float (&c)[4], const uint32_t (&
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4],
                                                  const uint32_t (&b)[2]) {
-#if __CUDA_ARCH__ >= 800
   PAGED_ATTN_MMA("f16");
-#else
-  mma_m16n8k8_f16(c, {a[0], a[1]}, {b[0]});
-  mma_m16n8k8_f16(c, {a[2], a[3]}, {b[1]});
-#endif
 }
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4],
                                                   const uint32_t (&b)[2]) {
-#if __CUDA_ARCH__ >= 800
   PAGED_ATTN_MMA("bf16");
-#else
-  __trap();
-#endif
 }
 #undef PAGED_ATTN_MMA
 

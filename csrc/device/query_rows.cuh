@@ -1,11 +1,10 @@
 // The query rows of an item as operands, and what is known of each.
 #pragma once
 
-#include "device/dtype.cuh"
 #include "device/fragments.cuh"
 #include "device/ptx.cuh"
 #include "device/softmax.cuh"
-#include "params.h"
+#include "mma_params.h"
 
 namespace paged_attn {
 
@@ -38,36 +37,56 @@ class QueryRows {
   // 8-bit values are exact in half precision, whatever the query is.
   static constexpr DType kOperand = is_8bit(kKv) ? DType::kF16 : kQuery;
 
+  // Many fragments leave few registers for anything else.
+  static constexpr bool kCrowded = kDim / 16 * kColumns > 8;
+  // Whether keys are taken with their bias.
+  static constexpr bool kBiased = kKeyBias<kKv> != 0.f && !kCrowded;
+
   FragmentB fragments[kDim / 16][kColumns];
 
   // What a score is multiplied by: scale, K's scale and log2(e), for row 2t + c of column tile n.
   __device__ float factor(int n, int c) const {
-    if constexpr (kRescaled) return factors_[n][c];
-    return factors_[0][0];
+    if constexpr (kRescaled && kCrowded) {
+      return scale_ * ptx::bits_to_float(inverses_ >> (8 * (2 * n + c)) << 24 >> 1);
+    } else if constexpr (kRescaled) {
+      return factors_[n][c];
+    }
+    return scale_;
   }
 
-  __device__ void load(const DecodeParams& p, const RowTile& item) {
-    const float scale = p.scale * p.k_scale.at(0, 0, item.kv_head) * kLog2e;
+  // What the products of rows 2t and 2t + 1 of column tile n start from: it takes back kKeyBias.
+  __device__ const float (&start_of_score(int n) const)[2] { return starts_[kBiased ? n : 0]; }
+
+  // From row `first_row` of the item on. `k_scale` is that of all keys.
+  __device__ void load(const DecodeMmaParams& params, const RowTile& item, int first_row,
+                       float k_scale) {
+    const DecodeParams& p = params.decode;
+    scale_ = p.scale * k_scale * kLog2e;
     const int g = threadIdx.x % ptx::kWarpSize / 4;
-    factors_[0][0] = scale;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      const int r = 8 * n + g;
+      const int r = first_row + 8 * n + g;
       const bool live = r < item.num_rows;
       const RowTarget target = p.row_target(item, live ? r : 0);
       const int64_t offset = p.row(p.query, target.token, target.head);
       if constexpr (kRescaled) {
-        const float row_scale = power_of_two(largest(p, offset, live));
-        load_row(p, offset, live, n, row_scale);
+        const float row_scale = power_of_two(largest(params, offset, live));
+        load_row(params, offset, live, n, row_scale);
         // This lane's rows of a result are 2t and 2t + 1; lane 4g knows row g.
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int row = 2 * (threadIdx.x % 4) + c;
-          factors_[n][c] = scale / ptx::shuffle(row_scale, 4 * row);
+          const float inverse = 1.f / ptx::shuffle(row_scale, 4 * row);  // a power of two
+          if constexpr (kCrowded) {
+            inverses_ |= ptx::float_to_bits(inverse) >> 23 << (8 * (2 * n + c));
+          } else {
+            factors_[n][c] = scale_ * inverse;
+          }
         }
       } else {
-        load_row(p, offset, live, n, 1.f);
+        load_row(params, offset, live, n, 1.f);
       }
+      if constexpr (kBiased) set_start(n);
     }
   }
 
@@ -77,17 +96,47 @@ class QueryRows {
   // 8-bit keys come with their dimensions permuted within 16: see load_keys.
   static constexpr bool kPermuted = is_8bit(kKv);
 
-  float factors_[kRescaled ? kColumns : 1][kRescaled ? 2 : 1];
+  float scale_;
+  float factors_[kColumns][2];  // of rows that are rescaled
+  uint32_t inverses_ = 0;       // or, crowded, the exponents alone of what undoes that
+  float starts_[kBiased ? kColumns : 1][2] = {};
 
-  // Two neighbouring elements; 0 past head_dim and past the last row.
-  static __device__ float2 load_pair(const DecodeParams& p, int64_t offset, int element,
-                                     bool live) {
-    if (!live || element >= p.shape.head_dim) return make_float2(0.f, 0.f);
-    return make_float2(load_float<kQuery>(p.query.data, offset + element),
-                       load_float<kQuery>(p.query.data, offset + element + 1));
+  // Of the fragments, whose elements the products really have.
+  __device__ void set_start(int n) {
+    float sum = 0.f;  // of this lane's part of row g
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+#pragma unroll
+      for (const uint32_t word : fragments[d][n].words) {
+        const float2 pair = ptx::f16x2_to_float2(word);
+        sum += pair.x + pair.y;
+      }
+    }
+    sum += ptx::shuffle_xor(sum, 1);
+    sum += ptx::shuffle_xor(sum, 2);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      starts_[n][c] = -kKeyBias<kKv> * ptx::shuffle(sum, 4 * (2 * (threadIdx.x % 4) + c));
+    }
   }
 
-  __device__ void load_row(const DecodeParams& p, int64_t offset, bool live, int n,
+  // Two neighbouring elements as a word; 0 past head_dim and past the last row.
+  static __device__ uint32_t load_word(const DecodeMmaParams& p, int64_t offset, int element,
+                                       bool live) {
+    if (!live || element >= p.decode.shape.head_dim) return 0;
+    const uint16_t* address = static_cast<const uint16_t*>(p.decode.query.data) + offset + element;
+    if (p.query_pairs) return ptx::load_global<uint32_t>(address);
+    return ptx::load_global<uint16_t>(address) |
+           static_cast<uint32_t>(ptx::load_global<uint16_t>(address + 1)) << 16;
+  }
+
+  static __device__ float2 load_pair(const DecodeMmaParams& p, int64_t offset, int element,
+                                     bool live) {
+    const uint32_t word = load_word(p, offset, element, live);
+    return kQuery == DType::kF16 ? ptx::f16x2_to_float2(word) : ptx::bf16x2_to_float2(word);
+  }
+
+  __device__ void load_row(const DecodeMmaParams& p, int64_t offset, bool live, int n,
                            float row_scale) {
     const int t = threadIdx.x % 4;
 #pragma unroll
@@ -95,16 +144,21 @@ class QueryRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int element = 16 * d + (kPermuted ? 4 * t + 2 * half : 2 * t + 8 * half);
-        const float2 pair = load_pair(p, offset, element, live);
-        fragments[d][n].words[half] = pack_pair<kOperand>(pair.x * row_scale, pair.y * row_scale);
+        uint32_t& word = fragments[d][n].words[half];
+        if constexpr (kOperand == kQuery) {
+          word = load_word(p, offset, element, live);
+        } else {
+          const float2 pair = load_pair(p, offset, element, live);
+          word = pack_pair<kOperand>(pair.x * row_scale, pair.y * row_scale);
+        }
       }
     }
   }
 
   // The largest magnitude of the row that lanes 4g to 4g + 3 share.
-  static __device__ float largest(const DecodeParams& p, int64_t offset, bool live) {
+  static __device__ float largest(const DecodeMmaParams& p, int64_t offset, bool live) {
     float max = 0.f;
-    for (int element = 2 * (threadIdx.x % 4); element < p.shape.head_dim; element += 8) {
+    for (int element = 2 * (threadIdx.x % 4); element < p.decode.shape.head_dim; element += 8) {
       const float2 pair = load_pair(p, offset, element, live);
       max = fmaxf(max, fmaxf(fabsf(pair.x), fabsf(pair.y)));
     }

@@ -1,4 +1,4 @@
-// One warp's stream of K and V rows: tiles of tokens, copied to shared memory ahead of their use.
+// A stream of K and V rows: tiles of tokens, copied to shared memory ahead of their use.
 #pragma once
 
 #include "device/fragments.cuh"
@@ -7,17 +7,23 @@
 
 namespace paged_attn {
 
-// A warp takes every num_warps-th tile of an item's tokens. Each tile has a K and a V buffer, which
-// are copy groups of their own, K first. Nothing here is shared with other warps.
+// kWarps warps share a ring and stand at the same tile, every num_rings-th of an item's. Each tile
+// has a K and a V buffer, which are copy groups of their own, K first. Nothing here is shared with
+// warps of another ring.
 //
 // What only depends on the lane is computed in the constructor and made opaque: ptxas would
 // otherwise compute it again for every copy, which doubles the instructions of a tile.
-template <DType kKv, int kDim>
+template <DType kKv, int kDim, int kWarps>
 class TokenRing {
  public:
+  static constexpr int kThreads = kWarps * ptx::kWarpSize;
   static constexpr int kRowBytes = kDim * element_size(kKv);
-  static constexpr int kTokens = kRowBytes == 512 ? 16 : 32;
-  static constexpr int kStages = kRowBytes <= 128 ? 2 : 1;
+  // Lanes copy pieces of 16 bytes: a tile has at least one for each thread.
+  static constexpr int kPieces = kRowBytes / 16;
+  static constexpr int kTokens = kRowBytes == 512 || (kWarps > 1 && kDim == 256) ? 16
+                                 : kThreads <= 32 * kPieces ? 32
+                                                            : kThreads / kPieces;
+  static constexpr int kStages = kWarps > 1 ? 4 : kRowBytes <= 128 ? 2 : 1;
   // 16 bytes more than a row: the 8 rows of a fragment lie in different banks.
   static constexpr int kPitch = kRowBytes + 16;
   using Tile = unsigned char[kTokens][kPitch];
@@ -32,8 +38,14 @@ class TokenRing {
     uint32_t value_rows[kTokens];
   };
 
+  // A token's block, and its place there.
+  struct Place {
+    uint32_t block;
+    uint32_t offset;
+  };
+
   __device__ TokenRing(const DecodeMmaParams& params, const RowTile& item, Buffers& buffers,
-                       int warp, int num_warps)
+                       int ring, int num_rings)
       : params_(params),
         buffers_(buffers),
         table_(params.decode.block_tables.data +
@@ -50,18 +62,23 @@ class TokenRing {
         end_(static_cast<uint32_t>(item.range.end)),
         copy_end_(ptx::opaque(piece() * 16 < params.decode.shape.head_dim * element_size(kKv) ? end_
                                                                                               : 0)),
-        step_(num_warps * kTokens),
-        first_(static_cast<uint32_t>(item.range.begin) + warp * kTokens) {}
+        step_(num_rings * kTokens),
+        first_(static_cast<uint32_t>(item.range.begin) + ring * kTokens) {}
 
   // Whether there is a tile left, and on to the next one.
   __device__ bool has_tile() const { return first_ < end_; }
   __device__ void advance() {
     first_ += step_;
-    if constexpr (kStages == 2) stage_ ^= sizeof(Stage);
+    if constexpr (kStages == 2) {
+      stage_ ^= sizeof(Stage);
+    } else if constexpr (kStages > 2) {
+      stage_ = stage_ == (kStages - 1) * sizeof(Stage) ? 0 : stage_ + sizeof(Stage);
+    }
   }
 
   // The position of the tile's first token.
   __device__ uint32_t first_token() const { return first_; }
+  __device__ uint32_t first_token_of_next() const { return first_ + step_; }
 
   // Starts the copies of the first tiles.
   __device__ void fill() {
@@ -69,16 +86,16 @@ class TokenRing {
     clear_padding();
     Place places[kStages + 1];
 #pragma unroll
-    for (int stage = 0; stage <= kStages; ++stage) places[stage] = locate(first_ + stage * step_);
+    for (int stage = 0; stage <= kStages; ++stage) places[stage] = mine_of(first_ + stage * step_);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
       publish_rows(places[stage]);
-      ptx::warp_sync();  // every lane has published the rows of its token
+      sync();  // every lane has published the rows of its token
       const uint32_t to = copy_to_ + stage * sizeof(Stage);
       const uint32_t first = first_ + stage * step_;
       copy(to, key_, buffers_.key_rows, params_.key_units, first);
       copy(to + sizeof(Tile), value_, buffers_.value_rows, params_.value_units, first);
-      ptx::warp_sync();  // every lane has read the rows, before the next ones are published
+      sync();  // every lane has read the rows, before the next ones are published
     }
     next_ = places[kStages];
   }
@@ -96,26 +113,50 @@ class TokenRing {
   // To be called when what wait_key() gave has been read: starts the next copy there.
   __device__ void refill_key() {
     publish_rows(next_);
-    ptx::warp_sync();  // every lane has read the buffer, and published the rows of its token
+    sync();  // every lane has read the buffer, and published the rows of its token
     copy(copy_to_ + stage_, key_, buffers_.key_rows, params_.key_units, first_ + kStages * step_);
   }
   __device__ void refill_value() {
-    ptx::warp_sync();  // every lane has read the buffer
+    sync();  // every lane has read the buffer
     copy(copy_to_ + stage_ + sizeof(Tile), value_, buffers_.value_rows, params_.value_units,
          first_ + kStages * step_);
-    next_ = locate(first_ + (kStages + 1) * step_);
+    next_ = mine_of(first_ + (kStages + 1) * step_);
   }
 
   __device__ void drain() { ptx::copy_async_wait<0>(); }
 
- private:
-  // Lanes copy pieces of 16 bytes, neighbouring lanes neighbouring pieces of one row. All lanes of
-  // a row copy kCopies rows in turn, which follow each other: 4 of their numbers are one load.
-  static constexpr int kPieces = kRowBytes / 16;
-  static constexpr int kCopies = kTokens * kPieces / ptx::kWarpSize;
+  // Past the end the last token stands in, so that neither dead table entries nor dead slots are
+  // touched.
+  __device__ Place locate(uint32_t token) const {
+    token = token < end_ ? token : end_ - 1;
+    const uint32_t index = params_.block_size.divide(token);
+    const int32_t block = table_[index * params_.decode.block_tables.block_stride];
+    return {static_cast<uint32_t>(block), token - index * params_.decode.shape.block_size};
+  }
 
+ private:
+  // Neighbouring lanes copy neighbouring pieces of one row. All lanes of a row copy kCopies rows in
+  // turn, which follow each other: 4 of their numbers are one load.
+  static constexpr int kCopies = kTokens * kPieces / kThreads;
+  static_assert(kCopies >= 1 && kTokens <= kThreads);
+
+  static __device__ int thread() { return threadIdx.x % kThreads; }
   static __device__ int piece() { return threadIdx.x % kPieces; }
-  static __device__ int first_row() { return threadIdx.x % ptx::kWarpSize / kPieces * kCopies; }
+  static __device__ int first_row() {
+    const int group = thread() / kPieces;
+    // Rows of 64 bytes, two of which 8 lanes write at once: 4 apart they lie in different banks.
+    if constexpr (kPieces == 4 && kCopies == 1)
+      return group / 8 * 8 + group % 2 * 4 + group / 2 % 4;
+    return group * kCopies;
+  }
+
+  static __device__ void sync() {
+    if constexpr (kWarps == 1) {
+      ptx::warp_sync();
+    } else {
+      ptx::cta_sync();  // all warps of the CTA are of this ring
+    }
+  }
 
   static __device__ const unsigned char* piece_of_head(const PoolView& pool, int64_t head) {
     const auto address =
@@ -129,29 +170,19 @@ class TokenRing {
   // All but the newest 2 * kStages - 1 groups: what was asked for longest ago.
   __device__ void wait() {
     ptx::copy_async_wait<2 * kStages - 1>();
-    ptx::warp_sync();  // the other lanes' copies are visible, too
+    sync();  // the other lanes' copies are visible, too
   }
 
-  // A token's block, and its place there.
-  struct Place {
-    uint32_t block;
-    uint32_t offset;
-  };
-
-  // Loads the place of this lane's token of a tile, a tile ahead of its use. Past the end the last
-  // token stands in, so that neither dead table entries nor dead slots are touched.
-  __device__ Place locate(uint32_t first) const {
-    uint32_t token = first + threadIdx.x % kTokens;
-    token = token < end_ ? token : end_ - 1;
-    const uint32_t index = params_.block_size.divide(token);
-    const int32_t block = table_[index * params_.decode.block_tables.block_stride];
-    return {static_cast<uint32_t>(block), token - index * params_.decode.shape.block_size};
+  // The place of this lane's token of a tile, loaded a tile ahead of its use.
+  __device__ Place mine_of(uint32_t first) const {
+    if (kWarps > 1 && thread() >= kTokens) return {};  // it publishes none
+    return locate(first + thread() % kTokens);
   }
 
   // Tells the other lanes where the rows of this lane's token are.
   __device__ void publish_rows(const Place& place) {
-    const int token = threadIdx.x % ptx::kWarpSize;
-    if (token >= kTokens) return;  // this lane's token is another lane's, too
+    const int token = thread();
+    if (token >= kTokens) return;
     buffers_.key_rows[token] = params_.key_units.row(place.block, place.offset);
     buffers_.value_rows[token] = params_.value_units.row(place.block, place.offset);
   }
@@ -166,16 +197,27 @@ class TokenRing {
     uint32_t mine[kCopies];
 #pragma unroll
     for (int i = 0; i < kCopies; i += 4) {
-      const uint4 quad = *reinterpret_cast<const uint4*>(&rows[first_row() + i]);
-      mine[i] = quad.x;
-      mine[i + 1] = quad.y;
-      mine[i + 2] = quad.z;
-      mine[i + 3] = quad.w;
+      if constexpr (kCopies % 4 == 0) {
+        const uint4 quad = *reinterpret_cast<const uint4*>(&rows[first_row() + i]);
+        mine[i] = quad.x;
+        mine[i + 1] = quad.y;
+        mine[i + 2] = quad.z;
+        mine[i + 3] = quad.w;
+      } else {
+        for (int j = i; j < kCopies; ++j) mine[j] = rows[first_row() + j];
+      }
     }
-    if (first < copy_end_) {
+    if (first + kTokens <= copy_end_) [[likely]] {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         ptx::copy_async(to + i * kPitch, base + uint64_t{mine[i]} * unit);
+      }
+    } else if (first < copy_end_) {
+      // Rows past the end take part in the products: they are 0, and nothing is read.
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const bool live = first + first_row() + i < copy_end_;
+        ptx::copy_async_or_zero(to + i * kPitch, base + uint64_t{mine[i]} * unit, live ? 16 : 0);
       }
     }
     ptx::copy_async_commit();
@@ -185,9 +227,8 @@ class TokenRing {
   __device__ void clear_padding() {
     const int live = params_.decode.shape.head_dim * element_size(kKv);
     if (live == kRowBytes) return;
-    const int lane = threadIdx.x % ptx::kWarpSize;
     for (int stage = 0; stage < kStages; ++stage) {
-      for (int i = lane * 16; i < kTokens * (kRowBytes - live); i += ptx::kWarpSize * 16) {
+      for (int i = thread() * 16; i < kTokens * (kRowBytes - live); i += kThreads * 16) {
         const int token = i / (kRowBytes - live);
         const int byte = live + i % (kRowBytes - live);
         for (Tile* tile : {&buffers_.stages[stage].key, &buffers_.stages[stage].value}) {

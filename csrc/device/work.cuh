@@ -9,8 +9,10 @@ namespace paged_attn {
 struct Work {
   RowTile tile;
   enum class Result { kOutput, kChunk, kFragment } result;
-  // Of a fragment: where its result goes, and the cut that knows how many there are.
+  // Of a fragment: where its result goes, which of its row tile's it is, and the cut that knows how
+  // many there are.
   int64_t slot;
+  int32_t fragment;
   Cut cut;
 };
 
@@ -61,6 +63,7 @@ class WorkList {
       if (ends_inside) trim_end(tile, start + end_.token);
       work.slot = 2 * static_cast<int64_t>(blockIdx.x) + (starts_inside ? 0 : 1);
       work.cut = starts_inside ? position_ : end_;
+      work.fragment = starts_inside ? static_cast<int32_t>(blockIdx.x) - work.cut.first_cut + 1 : 0;
       work.result = starts_inside || ends_inside ? Work::Result::kFragment : Work::Result::kOutput;
       advance(ends_inside);
       if (tile.num_rows == 0) continue;

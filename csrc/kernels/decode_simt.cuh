@@ -76,8 +76,9 @@ struct DecodeSimt {
     item.num_rows = static_cast<int>(group - first_row < kRows ? group - first_row : kRows);
     item.query = p.query_token(item.token);
     const TokenRange visible = p.visible(item.query);
-    const int64_t begin = item.chunk * p.chunk_size;
-    const int64_t end = begin + p.chunk_size;
+    const int64_t tokens = p.chunk_tokens(item.query.seq);
+    const int64_t begin = item.chunk * tokens;
+    const int64_t end = begin + tokens;
     item.range = {visible.begin > begin ? visible.begin : begin,
                   visible.end < end ? visible.end : end};
     return item;

@@ -22,9 +22,11 @@ __global__ void __launch_bounds__(kMergeThreads)
        row < num_rows; row += stride) {
     const int64_t token = row / p.num_q_heads;
     const int64_t head = row % p.num_q_heads;
-    const TokenRange visible = p.visible(p.query_token(token));
-    const int64_t first = visible.begin / p.chunk_size;
-    const int64_t last = visible.end > visible.begin ? (visible.end - 1) / p.chunk_size : first - 1;
+    const QueryToken query = p.query_token(token);
+    const TokenRange visible = p.visible(query);
+    const int64_t size = p.chunk_tokens(query.seq);
+    const int64_t first = visible.begin / size;
+    const int64_t last = visible.end > visible.begin ? (visible.end - 1) / size : first - 1;
 
     SoftmaxState total;
     const float* lse = p.partial_lse + row * p.max_chunks;

@@ -123,6 +123,7 @@ class Machine:
         self.resume = np.full(self.num_threads, -1)
         self.expected = np.zeros(self.num_threads, dtype=np.int64)  # 0: all of the CTA
         self.steps = 0
+        self.executed = 0  # instructions, of threads
 
     def register(self, name: str) -> Array:
         """The values of a register in all threads; what was never written is all ones."""
@@ -174,6 +175,7 @@ class Machine:
                 c = self.meet_cta(block, c)
             if c is None:
                 return
+            self.executed += len(self.program.blocks[block]) * c.count
             for operation in self.program.blocks[block]:
                 operation(c)
             c, block = self.leave(block, c)

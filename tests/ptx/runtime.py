@@ -41,8 +41,11 @@ def run_kernel(
     threads: int,
     shared_bytes: int = 0,
     **how: Any,
-) -> None:
-    """Runs one launch; the arguments are those of the kernel, as bytes; `how` is for Machine."""
+) -> int:
+    """Runs one launch; the arguments are those of the kernel, as bytes; `how` is for Machine.
+
+    Returns how many instructions its threads executed.
+    """
     variables = list(program.kernel.params.values())
     if [len(a) for a in arguments] != [v.size for v in variables]:
         raise PtxError(f"{program.kernel.name} takes parameters of {[v.size for v in variables]}")
@@ -55,7 +58,9 @@ def run_kernel(
     memory.add(buffer)
     try:
         launch = Launch(ctas, threads, shared_bytes, buffer.base)
-        Machine(program, launch, memory, **how).run()
+        machine = Machine(program, launch, memory, **how)
+        machine.run()
+        return machine.executed
     finally:
         memory.remove(buffer)
 
@@ -90,6 +95,7 @@ class LaunchRecord:
 
     kernel: str
     ctas: int
+    instructions: int  # of threads
     traffic: Traffic | None
 
 
@@ -136,7 +142,7 @@ class Runtime:
             pointers = (ctypes.c_void_p * len(sizes)).from_address(arguments)
             values = [ctypes.string_at(pointers[i] or 0, size) for i, size in enumerate(sizes)]
             self.memory.traffic = Traffic() if self.count_traffic else None
-            run_kernel(
+            executed = run_kernel(
                 program,
                 values,
                 self.memory,
@@ -146,7 +152,7 @@ class Runtime:
                 late_copies=self.late_copies,
                 order=self.order,
             )
-            self.launches.append(LaunchRecord(name.decode(), ctas, self.memory.traffic))
+            self.launches.append(LaunchRecord(name.decode(), ctas, executed, self.memory.traffic))
         except Exception as error:
             self.library.ptx_set_error(f"{type(error).__name__}: {error}".encode())
             return 999

@@ -22,7 +22,8 @@ from .machine import ORDERS
 ALL_DTYPES = (*FLOAT_DTYPES, *EIGHT_BIT_DTYPES)  # in the order of DType
 HEAD_DIMS = {1: 72, 2: 512}  # vectors a lane, and a head_dim that takes them
 MMA_PAIRS = [pair for pair in DTYPE_PAIRS if pair[0] != torch.float32]
-MMA_SHAPES = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))  # head_dim, tiles of 8 rows
+MMA_SHAPES = list(itertools.product((64, 128, 256), (8, 16, 128)))  # head_dim, rows
+QUERY_LENS: dict[int, int | tuple[int, ...]] = {8: 1, 16: (1, 1, 2, 0, 14), 128: (1, 1, 2, 0, 45)}
 GATHERS = list(itertools.product(ALL_DTYPES, FLOAT_DTYPES))
 EIGHT = ("token", "head", "tensor")
 
@@ -39,10 +40,10 @@ def instance(kernel: str, *arguments: torch.dtype | int) -> str:
     return f"{len(kernel)}{kernel}" + (f"I{''.join(parts)}E" if parts else "")
 
 
-def mma_instance(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, columns: int) -> str:
+def mma_instance(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rows: int) -> str:
     """The same of the tensor-core kernel, whose argument is a type."""
     query, kv = ALL_DTYPES.index(dtype), ALL_DTYPES.index(kv_dtype)
-    arguments = f"LNS_5DTypeE{query}ELS2_{kv}ELi{head_dim}ELi{columns}E"
+    arguments = f"LNS_5DTypeE{query}ELS2_{kv}ELi{head_dim}ELi{rows}E"
     return f"17decode_mma_kernelINS_9DecodeMmaI{arguments}"
 
 
@@ -116,19 +117,19 @@ def test_decode(ptx: Backend, dtype: Any, kv_dtype: Any, vectors: int) -> None:
     assert_ran(decode, *combine)
 
 
-@pytest.mark.parametrize(("head_dim", "columns"), MMA_SHAPES)
+@pytest.mark.parametrize(("head_dim", "rows"), MMA_SHAPES)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), MMA_PAIRS, ids=dtype_id)
 def test_tensor_core_decode(
-    ptx: Backend, dtype: Any, kv_dtype: Any, head_dim: int, columns: int
+    ptx: Backend, dtype: Any, kv_dtype: Any, head_dim: int, rows: int
 ) -> None:
     # Ragged rows, lengths around a tile and beyond a CTA's share; planned, or in chunks.
-    index = MMA_PAIRS.index((dtype, kv_dtype)) + MMA_SHAPES.index((head_dim, columns))
+    index = MMA_PAIRS.index((dtype, kv_dtype)) + MMA_SHAPES.index((head_dim, rows))
     chunked = index % 3 == 0
     runtime.load().late_copies = bool(index % 2)
     case = Case(
         "instance",
         seq_lens=(0, 1, 31, 33, 150),
-        query_lens=(1, 1, 2, 0, 3) if columns == 2 else 1,
+        query_lens=QUERY_LENS[rows],
         block_size=8,
         num_q_heads=3 * 2,
         dtype=dtype,
@@ -143,9 +144,20 @@ def test_tensor_core_decode(
     inputs = build(case)
     out, lse = attend(inputs.on(ptx))
     assert_accurate(out, inputs, lse)
-    decode = mma_instance(dtype, kv_dtype, head_dim, columns)
+    decode = mma_instance(dtype, kv_dtype, head_dim, rows)
     combine = instance("combine_chunks_kernel", dtype)
     assert_ran(*((decode, combine) if chunked else (instance("plan_kernel"), decode)))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_the_block_size_costs_no_instructions(ptx: Backend, kv_dtype: torch.dtype) -> None:
+    executed = {}
+    for block_size in (1, 7, 16, 256):
+        case = Case("block_size", seq_lens=(300, 90), block_size=block_size, kv_dtype=kv_dtype)
+        attend(build(case).on(ptx))
+        executed[block_size] = runtime.load().launches[-1].instructions
+        runtime.load().launches.clear()
+    assert max(executed.values()) <= 1.02 * min(executed.values()), executed
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=dtype_id)

@@ -57,7 +57,7 @@ def halves(words: Array) -> Array:
 def test_wrappers(library: runtime.Runtime) -> None:
     x = (rng.standard_normal((32, 2)) * 3).astype(np.float32)
     x[0], x[1] = [1e6, -3e-8], [-1e-6, 5e4]
-    out = np.zeros((32, 20), dtype=np.uint32)
+    out = np.zeros((32, 24), dtype=np.uint32)
     counter = np.zeros(1, dtype=np.uint32)
     execute(library.program("wrappers"), [x, out, counter], read_only=1)
     bits = x[:, 0].copy().view(np.uint32)
@@ -83,6 +83,10 @@ def test_wrappers(library: runtime.Runtime) -> None:
         assert np.array_equal(halves(out[:, i]), want, equal_nan=True), i
     e5m2 = torch.from_numpy(x[:, 1]).clamp(-57344, 57344).to(torch.float8_e5m2)
     assert np.array_equal(out[:, 8], e5m2.view(torch.uint8).numpy())
+
+    every = np.arange(256, dtype=np.uint8)
+    want = torch.from_numpy(every).view(torch.float8_e4m3fn).half().numpy().reshape(128, 2)
+    assert np.array_equal(halves(out[:, 20:].ravel()), want, equal_nan=True)
 
     assert np.all(out[:, 9] == bits.sum(dtype=np.uint32))
     assert np.all(out[:, 10] == bits.view(np.int32).min().view(np.uint32))

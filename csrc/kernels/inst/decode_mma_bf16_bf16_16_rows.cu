@@ -2,9 +2,11 @@
 
 namespace paged_attn {
 
-template void launch_decode_mma<DType::kBf16, DType::kBf16, 64, 2>(const DecodeMmaParams&, unsigned,
-                                                                   cudaStream_t);
-template void launch_decode_mma<DType::kBf16, DType::kBf16, 128, 2>(const DecodeMmaParams&,
+template void launch_decode_mma<DType::kBf16, DType::kBf16, 64, 16>(const DecodeMmaParams&,
                                                                     unsigned, cudaStream_t);
+template void launch_decode_mma<DType::kBf16, DType::kBf16, 128, 16>(const DecodeMmaParams&,
+                                                                     unsigned, cudaStream_t);
+template void launch_decode_mma<DType::kBf16, DType::kBf16, 256, 16>(const DecodeMmaParams&,
+                                                                     unsigned, cudaStream_t);
 
 }  // namespace paged_attn

@@ -2,11 +2,11 @@
 
 namespace paged_attn {
 
-template void launch_decode_mma<DType::kBf16, DType::kF8E5m2, 64, 1>(const DecodeMmaParams&,
+template void launch_decode_mma<DType::kBf16, DType::kF8E5m2, 64, 8>(const DecodeMmaParams&,
                                                                      unsigned, cudaStream_t);
-template void launch_decode_mma<DType::kBf16, DType::kF8E5m2, 128, 1>(const DecodeMmaParams&,
+template void launch_decode_mma<DType::kBf16, DType::kF8E5m2, 128, 8>(const DecodeMmaParams&,
                                                                       unsigned, cudaStream_t);
-template void launch_decode_mma<DType::kBf16, DType::kF8E5m2, 256, 1>(const DecodeMmaParams&,
+template void launch_decode_mma<DType::kBf16, DType::kF8E5m2, 256, 8>(const DecodeMmaParams&,
                                                                       unsigned, cudaStream_t);
 
 }  // namespace paged_attn

@@ -2,11 +2,11 @@
 
 namespace paged_attn {
 
-template void launch_decode_mma<DType::kBf16, DType::kI8, 64, 1>(const DecodeMmaParams&, unsigned,
+template void launch_decode_mma<DType::kBf16, DType::kI8, 64, 8>(const DecodeMmaParams&, unsigned,
                                                                  cudaStream_t);
-template void launch_decode_mma<DType::kBf16, DType::kI8, 128, 1>(const DecodeMmaParams&, unsigned,
+template void launch_decode_mma<DType::kBf16, DType::kI8, 128, 8>(const DecodeMmaParams&, unsigned,
                                                                   cudaStream_t);
-template void launch_decode_mma<DType::kBf16, DType::kI8, 256, 1>(const DecodeMmaParams&, unsigned,
+template void launch_decode_mma<DType::kBf16, DType::kI8, 256, 8>(const DecodeMmaParams&, unsigned,
                                                                   cudaStream_t);
 
 }  // namespace paged_attn

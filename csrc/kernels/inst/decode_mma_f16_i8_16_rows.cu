@@ -2,9 +2,11 @@
 
 namespace paged_attn {
 
-template void launch_decode_mma<DType::kF16, DType::kI8, 64, 2>(const DecodeMmaParams&, unsigned,
-                                                                cudaStream_t);
-template void launch_decode_mma<DType::kF16, DType::kI8, 128, 2>(const DecodeMmaParams&, unsigned,
+template void launch_decode_mma<DType::kF16, DType::kI8, 64, 16>(const DecodeMmaParams&, unsigned,
                                                                  cudaStream_t);
+template void launch_decode_mma<DType::kF16, DType::kI8, 128, 16>(const DecodeMmaParams&, unsigned,
+                                                                  cudaStream_t);
+template void launch_decode_mma<DType::kF16, DType::kI8, 256, 16>(const DecodeMmaParams&, unsigned,
+                                                                  cudaStream_t);
 
 }  // namespace paged_attn

@@ -1,5 +1,6 @@
 // What device/ptx.cuh wraps beyond the kernels' needs of today, each used once: its asm is then
 // executed as nvcc emits it.
+#include "device/fragments.cuh"
 #include "device/ptx.cuh"
 
 namespace paged_attn {
@@ -99,6 +100,9 @@ extern "C" __global__ void wrappers(const float* x, uint32_t* out, uint32_t* cou
   const uint32_t bits = ptx::float_to_bits(low);
   const uint32_t pair = ptx::floats_to_f16x2(low, high);
   const uint16_t codes = static_cast<uint16_t>(ptx::float_to_e4m3(low) | lane << 8);
+  // Lane by lane, all codes there are.
+  const HalfPairs every[2] = {widen<DType::kF8E4m3>(lane * 0x08080808u + 0x03020100u),
+                              widen<DType::kF8E4m3>(lane * 0x08080808u + 0x07060504u)};
   const uint32_t results[] = {
       pair,
       ptx::floats_to_bf16x2(low, high),
@@ -120,6 +124,10 @@ extern "C" __global__ void wrappers(const float* x, uint32_t* out, uint32_t* cou
       ptx::movmatrix_trans(pair),
       ptx::float_to_bits(ptx::exp2(low)),
       ptx::float_to_bits(ptx::reciprocal(high)),
+      every[0].low,
+      every[0].high,
+      every[1].low,
+      every[1].high,
   };
   constexpr int kResults = sizeof(results) / sizeof(results[0]);
   for (int i = 0; i < kResults; ++i) out[lane * kResults + i] = results[i];

@@ -27,6 +27,9 @@ namespace paged_attn::ptx {
 
 inline constexpr unsigned kFullMask = 0xffffffffu;
 inline constexpr int kWarpSize = 32;
+inline constexpr bool kHasMma = true;
+inline constexpr bool kHasFp8 = true;
+inline constexpr int kSharedKibPerSm = 228;
 
 // ---- Synchronisation ----
 
@@ -159,6 +162,11 @@ inline uint32_t e4m3x2_to_f16x2(uint16_t bits) {
 inline uint32_t e5m2x2_to_f16x2(uint16_t bits) {
   return floats_to_f16x2(emu::e5m2_to_float(static_cast<uint8_t>(bits)),
                          emu::e5m2_to_float(static_cast<uint8_t>(bits >> 8)));
+}
+
+inline uint2 e4m3x4_to_f16x4(uint32_t bits) {
+  return make_uint2(e4m3x2_to_f16x2(static_cast<uint16_t>(bits)),
+                    e4m3x2_to_f16x2(static_cast<uint16_t>(bits >> 16)));
 }
 
 inline float2 e4m3x2_to_float2(uint16_t bits) {

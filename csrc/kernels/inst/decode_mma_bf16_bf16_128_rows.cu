@@ -1,0 +1,12 @@
+#include "kernels/decode_mma.cuh"
+
+namespace paged_attn {
+
+template void launch_decode_mma<DType::kBf16, DType::kBf16, 64, 128>(const DecodeMmaParams&,
+                                                                     unsigned, cudaStream_t);
+template void launch_decode_mma<DType::kBf16, DType::kBf16, 128, 128>(const DecodeMmaParams&,
+                                                                      unsigned, cudaStream_t);
+template void launch_decode_mma<DType::kBf16, DType::kBf16, 256, 128>(const DecodeMmaParams&,
+                                                                      unsigned, cudaStream_t);
+
+}  // namespace paged_attn
