@@ -306,7 +306,7 @@ def test_pool_refuses_what_it_cannot_do() -> None:
 def test_invariant_checks_see_damage() -> None:
     pool = BlockPool(2)
     pool.allocate()
-    pool._owners[0] = 0
+    pool.owners[0] = 0
     with pytest.raises(AssertionError, match="free list"):
         pool.check_invariants()
     manager = BlockManager(4, 4)
