@@ -84,7 +84,8 @@ def flash_attn_with_kvcache(
         ValueError: k, v, cache_seqlens and block_table do not go together.
         RuntimeError: a tensor does not fit; see `paged_attention` and `reshape_and_cache`.
 
-    Nothing is written before one of these. Runs on the current stream and never waits for the device.
+    Nothing is written before one of these. Runs on the current stream and never waits for the
+    device.
     """
     _refuse(rotary_cos is not None or rotary_sin is not None, "rotary_cos", "rotate q and k before")
     _refuse(cache_batch_idx is not None, "cache_batch_idx", "choose rows of block_table instead")
