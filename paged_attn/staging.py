@@ -54,8 +54,8 @@ class CudaEvent:
 class _Buffer:
     """Host memory, and the event after the last copy from it."""
 
-    def __init__(self, num_bytes: int, event: Event | None) -> None:
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=event is not None)
+    def __init__(self, num_bytes: int, pinned: bool, event: Event | None) -> None:
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         self.bytes: NDArray[np.uint8] = self.tensor.numpy()
         self.event = event
         self.in_flight = False
@@ -122,6 +122,6 @@ class StagingRing:
                     self._ring.append(oldest)
                     return oldest
         event = None if self._make_event is None else self._make_event()
-        buffer = _Buffer(max(4096, 2 * num_bytes), event)
+        buffer = _Buffer(max(4096, 2 * num_bytes), self.device.type == "cuda", event)
         self._ring.append(buffer)
         return buffer

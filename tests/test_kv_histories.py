@@ -143,6 +143,16 @@ class KVHistories(RuleBasedStateMachine):
                 self.named[seq] = len(self.running[seq])
 
     @precondition(lambda self: self.running)
+    @rule(data=st.data(), index=INDEX, drop=st.integers(1, 4))
+    def step_back_into_what_can_be_found(self, data: st.DataObject, index: int, drop: int) -> None:
+        self.mark_written(index, 0)
+        self.truncate(index, drop)
+        if data.draw(st.booleans()):
+            self.append_one(index)
+        else:
+            self.step(data)
+
+    @precondition(lambda self: self.running)
     @rule(index=INDEX)
     def append_one(self, index: int) -> None:
         seq = self.pick(index)

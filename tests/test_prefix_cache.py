@@ -273,13 +273,17 @@ def test_a_pin_keeps_blocks_from_eviction() -> None:
 # Blocks that can be found are not written to.
 
 
-def test_the_only_owner_that_writes_to_a_findable_block_makes_it_unfindable() -> None:
+@pytest.mark.parametrize("method", ["append", "append_many", "append_batch"])
+def test_the_only_owner_that_writes_to_a_findable_block_makes_it_unfindable(method: str) -> None:
     manager = caching()
     seq = manager.add_prompt(PROMPT).seq_id
     manager.mark_written(seq)
     manager.truncate(seq, 6)  # into the second block
     assert cached(manager, [*PROMPT, 1]) == 12  # nothing is overwritten yet
-    assert manager.append(seq).copies == []
+    if method == "append":
+        assert manager.append(seq).copies == []
+    else:
+        getattr(manager, method)([seq], [1])
     assert cached(manager, [*PROMPT, 1]) == 4
     assert manager.stats().blocks_cached == 0  # the third block hung from the second
     manager.mark_written(seq, [7])
