@@ -18,7 +18,7 @@ from kv_memory import ContiguousMemory, Memory, PagedMemory, Preemption, Reserva
 from serving import Machine, Outcome, simulate
 from sharing import Sharing, beam, parallel
 from tqdm import tqdm
-from traces import TRACES, Trace
+from traces import SHAREGPT, TRACES, Trace
 
 BLOCK_SIZES = (1, 8, 16, 32, 128)
 RESERVATIONS: tuple[Reservation, ...] = ("max", "pow2", "oracle")
@@ -74,13 +74,15 @@ def under_pressure(trace: Trace, count: int, machine: Machine) -> Iterator[Press
             )
 
 
-def measure(count: int, machine: Machine, traces: Sequence[Trace]) -> Report:
-    """Runs everything; `count` requests a simulation."""
-    report = Report(machine=machine, requests=count)
+def measure(num_requests: int, machine: Machine, traces: Sequence[Trace]) -> Report:
+    """Runs everything; `num_requests` a simulation, more where they are shorter."""
+    report = Report(machine=machine, requests=num_requests)
     names = list(systems(machine))
     total = len(traces) * (len(names) + 2 * len(WIDTHS) + 1)
     with tqdm(total=total, disable=None, leave=False) as bar:
         for trace in traces:
+            # As many tokens for each trace, so that the start and the end weigh the same.
+            count = num_requests * round(SHAREGPT.output_mean / trace.output_mean)
             requests = trace.requests(count)
             for name, make in names:
                 bar.set_description(f"{trace.name}, {name}")
@@ -101,7 +103,12 @@ def measure(count: int, machine: Machine, traces: Sequence[Trace]) -> Report:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Capacity of contiguous and paged KV caches.")
-    parser.add_argument("--requests", type=int, default=1000, help="requests a simulation")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=1000,
+        help="requests a simulation, of ShareGPT; more of shorter ones",
+    )
     parser.add_argument("--out", type=Path, default=Path("capacity"), help="folder for results")
     args = parser.parse_args(argv)
     if args.requests < 1:

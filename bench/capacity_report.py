@@ -98,7 +98,8 @@ def write(report: Report, folder: Path) -> str:
 def markdown(report: Report) -> str:
     """The tables."""
     parts = [
-        f"{report.requests} requests a simulation, {report.machine.total_slots:,} slots of "
+        f"{report.requests} requests a simulation, more where they are shorter; "
+        f"{report.machine.total_slots:,} slots of "
         f"{report.machine.bytes_per_token:,} bytes.\n"
     ]
     for trace in report.traces():

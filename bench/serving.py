@@ -122,6 +122,8 @@ def simulate(requests: list[Request], memory: Memory, machine: Machine) -> Outco
         if gone:
             preempted.extendleft(one for one in reversed(running) if one.number in gone)
             running = [one for one in running if one.number not in gone]
+            if not running:
+                raise RuntimeError("a request that runs alone does not fit into the cache")
         usage = memory.usage()
         seconds = machine.iteration_seconds(new_tokens + len(running), usage.tokens)
         now += seconds
