@@ -42,7 +42,7 @@ def systems(machine: Machine) -> Iterator[tuple[str, MakeMemory]]:
 def sustained(trace: Trace, count: int, make: MakeMemory, machine: Machine) -> list[Rate]:
     """Arrival rates tried, by bisection; the largest within LATENCY_LIMIT is what it sustains."""
     backlog = simulate(trace.requests(count), make(), machine)
-    low, high = 0.0, 1.5 * count / backlog.seconds
+    low, high = 0.0, 2 * count / backlog.seconds
     tried = []
     for _ in range(_BISECTIONS):
         rate = (low + high) / 2

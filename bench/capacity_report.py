@@ -71,7 +71,7 @@ class Report:
 
 
 # Mean seconds a request takes for each token of its output, waiting included, that are borne.
-LATENCY_LIMIT = 0.5
+LATENCY_LIMIT = 0.1
 
 
 def write(report: Report, folder: Path) -> str:
@@ -225,7 +225,7 @@ def _plot_latency(axes: Any, rows: list[SystemRow]) -> None:
             label=row.system,
         )
     axes.axhline(LATENCY_LIMIT, color="grey", linewidth=0.5)
-    axes.set_ylim(0, 2 * LATENCY_LIMIT)
+    axes.set_ylim(0, 5 * LATENCY_LIMIT)
     axes.set_xlabel("requests a second")
     axes.set_ylabel("latency / output tokens, s")
-    axes.legend()
+    axes.legend(loc="upper right")
