@@ -31,7 +31,7 @@ class Batch:
 
     @property
     def plan(self) -> DecodePlan | None:
-        """The plan of the step, once there is one: attend() makes it, or plan_for()."""
+        """The first plan made for the step: by step() with num_q_heads, else by attend()."""
         return next(iter(self.plans.values()), None)
 
     def plan_for(
@@ -57,12 +57,14 @@ class Batch:
         if num_q_heads == 0 or (query_len == 0 and not ragged):
             return None
         key = (num_q_heads, query_len, causal, sliding_window)
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = self.plans[key] = self._make_plan(
-                key, num_kv_heads=heads, head_dim=head_dim, chunk_size=chunk_size
-            )
-        return plan
+        return self._plan(key, heads, head_dim, chunk_size)
+
+    def plan_step(
+        self, num_q_heads: int, num_kv_heads: int, head_dim: int, chunk_size: int | None
+    ) -> None:
+        """Makes the plan of causal attention of packed queries, which most layers use."""
+        query_len = 1 if self.cu_query_lens is None else 0
+        self._plan((num_q_heads, query_len, True, None), num_kv_heads, head_dim, chunk_size)
 
     def check_room(self, method: str, query_lens: list[int], max_blocks: int) -> None:
         """Raises ValueError unless a step of this size can be written into this batch."""
@@ -110,6 +112,13 @@ class Batch:
             if plan.tensor is not None and again.tensor is not None:
                 plan.tensor.copy_(again.tensor)
         return self
+
+    def _plan(
+        self, key: _PlanKey, num_kv_heads: int, head_dim: int, chunk_size: int | None
+    ) -> DecodePlan:
+        if key not in self.plans:
+            self.plans[key] = self._make_plan(key, num_kv_heads, head_dim, chunk_size)
+        return self.plans[key]
 
     def _make_plan(
         self, key: _PlanKey, num_kv_heads: int, head_dim: int, chunk_size: int | None

@@ -41,6 +41,7 @@ class PagedKVCache:
       int8 cache needs scales.
     * num_host_blocks: blocks of host memory (pinned for CUDA) to swap sequences out to.
     * overlap_swaps: swap on a stream of its own; see `paged_attn.kv_swap.Swapper`.
+    * num_q_heads: query heads of the model, if step() is to make the plan; else attend() does.
     * chunk_size: of the plans: a sequence's bits do not depend on its batch; see plan_decode.
     * manager_options: enable_prefix_caching, hash_function, watermark, record_events of
       `paged_attn.blocks.BlockManager`.
@@ -66,12 +67,13 @@ class PagedKVCache:
         v_scale: Scale = None,
         num_host_blocks: int = 0,
         overlap_swaps: bool = False,
+        num_q_heads: int | None = None,
         chunk_size: int | None = None,
         **manager_options: Any,
     ) -> None:
         self.dtype = dtype
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self.device = torch.device(device)
+        self.num_q_heads = num_q_heads
         self.chunk_size = chunk_size
         shape = KVShape(
             num_layers=num_layers,
@@ -85,10 +87,16 @@ class PagedKVCache:
             v_scale=v_scale,
         )
         shape.check()
+        if num_q_heads is not None and (num_q_heads < 1 or num_q_heads % num_kv_heads):
+            raise ValueError(
+                f"PagedKVCache: num_q_heads must be a multiple of num_kv_heads ({num_kv_heads}), "
+                f"got {num_q_heads}"
+            )
         self.manager = BlockManager(
             num_blocks, block_size, num_host_blocks=num_host_blocks, **manager_options
         )
-        self.pools = KVPools(shape, self.device, num_host_blocks)
+        self.pools = KVPools(shape, torch.device(device), num_host_blocks)
+        self.device = self.pools.device
         on_cuda = self.device.type == "cuda"
         ring = StagingRing(self.device, (lambda: CudaEvent(self.device)) if on_cuda else None)
         self._tables = DeviceTables(self.manager, ring)
@@ -365,7 +373,12 @@ class PagedKVCache:
             seq_lens=tensors.seq_lens,
             cu_query_lens=tensors.cu_query_lens,
         )
-        return batch if out is None else out.become(batch)
+        if out is not None:
+            return out.become(batch)
+        if self.num_q_heads is not None:
+            shape = self.pools.shape
+            batch.plan_step(self.num_q_heads, shape.num_kv_heads, shape.head_dim, self.chunk_size)
+        return batch
 
 
 def _ends(query_lens: list[int]) -> list[int] | None:

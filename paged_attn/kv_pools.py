@@ -62,6 +62,7 @@ class KVPools:
     All pools have the same strides, so that one launch copies a block in all of them.
 
     Attributes:
+        device: where they are.
         key_caches: a pool a layer, `[num_blocks, block_size, num_kv_heads, head_dim]`.
         value_caches: as key_caches.
         k_scales: a scale a layer, as the ops take it.
@@ -71,6 +72,7 @@ class KVPools:
     def __init__(self, shape: KVShape, device: torch.device, num_host_blocks: int = 0) -> None:
         self.shape = shape
         blocks, scales = _storages(shape, shape.num_blocks, device, pinned=False)
+        self.device = blocks.device  # with an index, whichever device is the current one later
         pools = blocks if shape.layout == "NHD" else blocks.transpose(3, 4)
         self.key_caches = list(pools[:, 0].unbind())
         self.value_caches = list(pools[:, 1].unbind())

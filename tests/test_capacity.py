@@ -213,7 +213,7 @@ def test_scores_keep_survivors_in_their_places() -> None:
 def test_more_outputs_save_more() -> None:
     for trace in (SHAREGPT, ALPACA):
         for share in (parallel, beam):
-            saved = [share(trace, width, 15, 16).saved for width in capacity.WIDTHS]
+            saved = [share(trace, width, 6, 16).saved for width in capacity.WIDTHS]
             assert 0 < saved[0] < saved[1] < saved[2] < 0.9
 
 
@@ -224,7 +224,7 @@ def test_a_short_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capacity, "TRACES", (SHAREGPT,))
-    assert capacity.main(["--requests", "40", "--out", str(tmp_path)]) == 0
+    assert capacity.main(["--requests", "24", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "capacity.md").read_text()
     assert capsys.readouterr().out == text + "\n"
     for line in text.splitlines():

@@ -132,6 +132,23 @@ def test_beams_upload_what_differs() -> None:
     assert cache._tables.entries_uploaded == uploaded + 2
 
 
+@pytest.mark.parametrize("way", ["swap", "preempt"])
+def test_new_blocks_of_a_sequence_that_was_away_are_uploaded(way: str) -> None:
+    cache = make(num_host_blocks=8)
+    seq, other = cache.add(), cache.add()
+    cache.step([seq, other], [9, 2])
+    if way == "swap":
+        cache.swap_out([seq])
+    else:
+        cache.manager.preempt(seq)
+    cache.step([other], 7)  # takes what was the sequence's first block
+    if way == "swap":
+        cache.swap_in([seq])
+    else:
+        cache.manager.resume(seq)
+    assert_tables(cache, [seq, other], cache.batch([seq, other]).block_tables)
+
+
 def test_a_batch_keeps_its_tables_when_later_steps_change_them() -> None:
     cache = make()
     ids = [cache.add(), cache.add()]
@@ -294,3 +311,17 @@ def test_plans_are_made_once_for_each_mask(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(plan["chunk_size"] == 16 for plan in made)
     with pytest.raises(RuntimeError, match="head_dim"):
         cache.attend(0, torch.randn(3, 1, 16), batch)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [3, 1]])
+def test_a_step_makes_the_plan_where_it_knows_the_heads(query_lens: list[int]) -> None:
+    cache = make(num_q_heads=4)
+    batch = cache.step([cache.add(), cache.add()], query_lens)
+    plan = batch.plan
+    assert plan is not None
+    num_tokens = sum(query_lens)
+    cache.write(0, torch.zeros(num_tokens, 1, 8), torch.ones(num_tokens, 1, 8), batch)
+    out = cache.attend(0, torch.randn(num_tokens, 4, 8), batch)
+    assert list(batch.plans.values()) == [plan]
+    assert torch.equal(out, torch.ones(num_tokens, 4, 8))
+    assert make().step([]).plan is None

@@ -20,7 +20,8 @@ from paged_attn import OutOfBlocksError, PagedKVCache
 from paged_attn.kv_cache import Batch
 from paged_attn.kv_swap import Swapper
 
-LAYERS, BLOCKS, BLOCK_SIZE, HOST_BLOCKS = 2, 9, 3, 6
+LAYERS, BLOCKS, BLOCK_SIZE, HOST_BLOCKS = 2, 16, 3, 9
+MAX_SEQUENCES = 6
 INDEX = st.integers(0, 99)
 
 
@@ -82,6 +83,10 @@ class KVHistories(RuleBasedStateMachine):
             return list(range(first + len(tokens), first + len(tokens) + n))
         return [next(self.fresh) for _ in range(n)]
 
+    def room_for_one_more(self) -> bool:
+        return len(self.running) + len(self.parked) < MAX_SEQUENCES
+
+    @precondition(room_for_one_more)
     @rule(n=st.integers(0, 10))
     def add(self, n: int) -> None:
         if not self.manager.can_add(n):
@@ -95,6 +100,7 @@ class KVHistories(RuleBasedStateMachine):
         self.named[seq] = 0
         self.write(self.cache.batch([seq], n), self.running[seq])
 
+    @precondition(room_for_one_more)
     @rule(pattern=st.integers(1, 2), n=st.integers(0, 14), chunk=st.booleans())
     def add_prompt(self, pattern: int, n: int, chunk: bool) -> None:
         tokens = list(range(1000 * pattern, 1000 * pattern + n))
@@ -179,7 +185,7 @@ class KVHistories(RuleBasedStateMachine):
         for stop in range(BLOCK_SIZE, end + 1, BLOCK_SIZE):
             self.declared.add(tuple(tokens[:stop]))
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.running and self.room_for_one_more())
     @rule(index=INDEX)
     def fork(self, index: int) -> None:
         seq = self.pick(index)
@@ -348,8 +354,8 @@ class KVHistories(RuleBasedStateMachine):
 
 TestKVHistories = KVHistories.TestCase
 TestKVHistories.settings = settings(
-    max_examples=8,
-    stateful_step_count=500,
+    max_examples=5,
+    stateful_step_count=600,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

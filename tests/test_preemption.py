@@ -52,6 +52,25 @@ def test_a_block_shared_with_one_who_stays_is_copied_and_stays() -> None:
     manager.check_invariants()
 
 
+def test_swapped_blocks_are_found_where_they_were_and_not_where_they_are() -> None:
+    manager = BlockManager(8, 4, enable_prefix_caching=True, num_host_blocks=4)
+    tokens = list(range(9))
+    seq = manager.add_prompt(tokens).seq_id
+    manager.mark_written(seq)
+    before = manager.block_table(seq)
+    manager.swap_out([seq])
+    manager.swap_in([seq])
+    manager.check_invariants()
+    other = manager.add_prompt(tokens)
+    assert manager.block_table(other.seq_id)[:2] == before[:2]
+    assert not set(manager.block_table(seq)) & set(before[:2])
+    pin = manager.pin(seq)  # nothing of it can be found
+    assert manager.pool.ref_count(manager.block_table(seq)[0]) == 1
+    manager.unpin(pin)
+    manager.mark_written(seq)
+    manager.check_invariants()
+
+
 def test_too_small_a_host_pool_is_refused_before_anything_moves() -> None:
     manager = BlockManager(4, 4, num_host_blocks=1)
     seq = manager.add(8)
