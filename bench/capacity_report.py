@@ -188,7 +188,7 @@ def plot(report: Report, folder: Path) -> list[Path]:
     paths = []
     for trace in report.traces():
         rows = [row for row in report.systems if row.trace == trace]
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.5))
         _plot_shares(left, rows)
         _plot_latency(right, rows)
         figure.suptitle(f"{trace}, OPT-13B, 12 GiB of keys and values (simulated)")
@@ -228,4 +228,4 @@ def _plot_latency(axes: Any, rows: list[SystemRow]) -> None:
     axes.set_ylim(0, 5 * LATENCY_LIMIT)
     axes.set_xlabel("requests a second")
     axes.set_ylabel("latency / output tokens, s")
-    axes.legend(loc="upper right")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))

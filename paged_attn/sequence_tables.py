@@ -17,6 +17,7 @@ from paged_attn.block_pool import BlockPool, OutOfBlocksError, check_count, requ
 __all__ = ["Append", "SequenceTables", "TableChange", "expand_block_table"]
 
 _UNCHANGED = 1 << 62
+_new = tuple.__new__  # makes an Append in half the time of Append()
 
 
 class Append(NamedTuple):
@@ -139,7 +140,7 @@ class SequenceTables:
                 last = seq.blocks[-1]
                 if self.pool.owners[last] == 1 and last not in self._indexed:
                     seq.length += 1
-                    return Append([last * self.block_size + offset], [])
+                    return _new(Append, ([last * self.block_size + offset], []))
         else:
             check_count("BlockManager.append: num_tokens", num_tokens, 0)
         self._check_available("append", self._num_blocks_to_append([seq], [num_tokens]))

@@ -191,6 +191,7 @@ def test_rows_of_freed_sequences_are_used_again() -> None:
         seq = cache.add()
         cache.step([seq], 9)
         (cache if i % 2 else cache.manager).free(seq)
+        assert (seq in cache._tables._rows) == (i % 2 == 0)
     assert cache._tables._table.shape[0] <= 16
 
 
@@ -311,6 +312,25 @@ def test_plans_are_made_once_for_each_mask(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(plan["chunk_size"] == 16 for plan in made)
     with pytest.raises(RuntimeError, match="head_dim"):
         cache.attend(0, torch.randn(3, 1, 16), batch)
+
+
+def test_plans_of_a_static_batch_are_made_anew_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_decode(seq_lens: Tensor, **kwargs: Any) -> Any:
+        plan = decode.plan_decode(seq_lens, **kwargs)
+        assert plan.tensor is not None
+        plan.tensor[: len(seq_lens)] = seq_lens  # stands for what a GPU writes
+        return plan
+
+    monkeypatch.setattr(kv_batch, "plan_decode", plan_decode)
+    cache = make(num_q_heads=2)
+    ids = [cache.add(5), cache.add(7)]
+    static = cache.step(ids, max_blocks=4)
+    assert static.plan is not None
+    tensor = static.plan.tensor
+    assert tensor is not None
+    cache.step(ids[1:], out=static)
+    assert static.plan.tensor is tensor
+    assert tensor[:2].tolist() == [9, 0]
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [3, 1]])
