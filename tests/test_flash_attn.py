@@ -56,6 +56,7 @@ def call(backend: Backend, *tensors: Tensor, **kwargs: Any) -> tuple[Any, Tensor
     return result.cpu(), k_cache.cpu(), v_cache.cpu()
 
 
+@pytest.mark.backends("cpu", "cuda")  # its ops run in the emulator in tests of their own
 @pytest.mark.parametrize(
     ("query_len", "kwargs", "expected"),
     [

@@ -354,7 +354,7 @@ class KVHistories(RuleBasedStateMachine):
 
 TestKVHistories = KVHistories.TestCase
 TestKVHistories.settings = settings(
-    max_examples=5,
+    max_examples=15,
     stateful_step_count=600,
     deadline=None,
     suppress_health_check=list(HealthCheck),
