@@ -196,7 +196,42 @@ def plot(report: Report, folder: Path) -> list[Path]:
         paths.append(folder / f"capacity_{trace.lower()}.png")
         figure.savefig(paths[-1], dpi=120)
         pyplot.close(figure)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.5))
+    _plot_sharing(left, report)
+    _plot_pressure(right, report)
+    figure.tight_layout()
+    paths.append(folder / "capacity_sharing.png")
+    figure.savefig(paths[-1], dpi=120)
+    pyplot.close(figure)
     return paths
+
+
+def _plot_sharing(axes: Any, report: Report) -> None:
+    lines: dict[str, list[Sharing]] = {}
+    for trace, row in report.sharing:
+        lines.setdefault(f"{trace}, {row.method}", []).append(row)
+    for name, rows in lines.items():
+        axes.plot(
+            [row.width for row in rows], [100 * row.saved for row in rows], marker=".", label=name
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("samples or beams of one prompt")
+    axes.set_ylabel("% of the blocks saved by sharing")
+    axes.legend()
+
+
+def _plot_pressure(axes: Any, report: Report) -> None:
+    lines: dict[str, list[PressureRow]] = {}
+    for row in report.pressure:
+        lines.setdefault(f"{row.trace}, {row.way}", []).append(row)
+    for name, rows in lines.items():
+        shares = [100 * row.seconds_lost / row.seconds for row in rows]
+        axes.plot([row.block_size for row in rows], shares, marker=".", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("block size")
+    axes.set_ylabel("% of the time lost to preemption, half the memory")
+    axes.legend()
 
 
 def _plot_shares(axes: Any, rows: list[SystemRow]) -> None:

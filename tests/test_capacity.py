@@ -236,7 +236,8 @@ def test_a_short_run(
     assert len(data["pressure"]) == 10
     assert [row["way"] for row in data["pressure"][:2]] == ["recompute", "swap"]
     if list(tmp_path.glob("*.png")):
-        assert (tmp_path / "capacity_sharegpt.png").stat().st_size > 10_000
+        for name in ("sharegpt", "sharing"):
+            assert (tmp_path / f"capacity_{name}.png").stat().st_size > 10_000
     else:
         with pytest.raises(ImportError):
             __import__("matplotlib")
