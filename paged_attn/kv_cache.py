@@ -11,36 +11,22 @@ for layer in range(32):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from paged_attn.blocks import BlockManager
-from paged_attn.cache import copy_blocks, reshape_and_cache
-from paged_attn.decode import DecodePlan, paged_attention
+from paged_attn.blocks import BlockManager, Prompt
+from paged_attn.cache import gather_cache, reshape_and_cache
+from paged_attn.decode import paged_attention
+from paged_attn.device_tables import DeviceTables, StepLists
+from paged_attn.kv_batch import Batch
+from paged_attn.kv_pools import KVPools, KVShape, Scale
+from paged_attn.kv_swap import Swapper
+from paged_attn.staging import CudaEvent, StagingRing
 
 __all__ = ["Batch", "PagedKVCache"]
-
-Scale = float | Literal["per_token"] | None
-
-_EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One step's tokens, as the ops take them: tensors on the cache's device.
-
-    The tokens are those of the first sequence, then those of the second, and so on.
-    """
-
-    slot_mapping: Tensor  # int64 [num_tokens]
-    block_tables: Tensor  # int32 [num_seqs, max_blocks], -1 past a sequence's blocks
-    seq_lens: Tensor  # int32 [num_seqs], the tokens of this step included
-    cu_query_lens: Tensor | None  # int32 [num_seqs + 1]; None: one token each
-    plan: DecodePlan | None = None  # None: attend() makes its own
 
 
 class PagedKVCache:
@@ -53,9 +39,16 @@ class PagedKVCache:
     * k_scale, v_scale: value = stored * scale. A float, the same for all layers; or "per_token" for
       both and an 8-bit kv_dtype: one scale a token and head, computed by write(). None means 1; an
       int8 cache needs scales.
+    * num_host_blocks: blocks of host memory (pinned for CUDA) to swap sequences out to.
+    * overlap_swaps: swap on a stream of its own; see `paged_attn.kv_swap.Swapper`.
+    * num_q_heads: query heads of the model, if step() is to make the plan; else attend() does.
+    * chunk_size: of the plans: a sequence's bits do not depend on its batch; see plan_decode.
+    * manager_options: enable_prefix_caching, hash_function, watermark, record_events of
+      `paged_attn.blocks.BlockManager`.
 
     Memory is taken once: `bytes_total`, zeroed. Work on a CUDA device is put on the current stream;
-    nothing waits for the device. Raises ValueError for arguments that do not fit.
+    nothing waits for the device. Use one stream for all calls, or order the streams. Raises
+    ValueError for arguments that do not fit, RuntimeError where there is not enough memory.
     """
 
     def __init__(
@@ -72,46 +65,62 @@ class PagedKVCache:
         layout: Literal["NHD", "HND"] = "NHD",
         k_scale: Scale = None,
         v_scale: Scale = None,
+        num_host_blocks: int = 0,
+        overlap_swaps: bool = False,
+        num_q_heads: int | None = None,
+        chunk_size: int | None = None,
+        **manager_options: Any,
     ) -> None:
-        for name, value in (
-            ("num_layers", num_layers),
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-        ):
-            if value < 1:
-                raise ValueError(f"PagedKVCache: {name} must be at least 1, got {value}")
-        if layout not in ("NHD", "HND"):
-            raise ValueError(f'PagedKVCache: layout must be "NHD" or "HND", got {layout!r}')
-        self.manager = BlockManager(num_blocks, block_size)
         self.dtype = dtype
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self.device = torch.device(device)
-        _check_scales(self.kv_dtype, k_scale, v_scale)
-
-        block = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
-        # K and V of all layers: one allocation, so that all pools have the same strides.
-        storage = torch.zeros(
-            (num_layers, 2, num_blocks, *block, head_dim), dtype=self.kv_dtype, device=self.device
+        self.num_q_heads = num_q_heads
+        self.chunk_size = chunk_size
+        shape = KVShape(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            kv_dtype=self.kv_dtype,
+            layout=layout,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
-        pools = storage if layout == "NHD" else storage.transpose(3, 4)
-        self._storages = [storage]
-        self.key_caches = list(pools[:, 0].unbind())  # a pool a layer
-        self.value_caches = list(pools[:, 1].unbind())
-        self.k_scales: list[float | Tensor | None] = [_static(k_scale)] * num_layers
-        self.v_scales: list[float | Tensor | None] = [_static(v_scale)] * num_layers
-        self._scale_pools: tuple[list[Tensor], list[Tensor]] | None = None
-        self._bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * storage.element_size()
-        if k_scale == "per_token":
-            scales = storage.new_zeros(
-                (num_layers, 2, num_blocks, block_size, num_kv_heads), dtype=torch.float32
+        shape.check()
+        if num_q_heads is not None and (num_q_heads < 1 or num_q_heads % num_kv_heads):
+            raise ValueError(
+                f"PagedKVCache: num_q_heads must be a multiple of num_kv_heads ({num_kv_heads}), "
+                f"got {num_q_heads}"
             )
-            self._storages.append(scales)
-            self._bytes_per_token += 2 * num_layers * num_kv_heads * scales.element_size()
-            self.k_scales = list(scales[:, 0].unbind())
-            self.v_scales = list(scales[:, 1].unbind())
-            # To copy_blocks a scale is a row of one element.
-            rows = scales.unsqueeze(-1)
-            self._scale_pools = list(rows[:, 0].unbind()), list(rows[:, 1].unbind())
+        self.manager = BlockManager(
+            num_blocks, block_size, num_host_blocks=num_host_blocks, **manager_options
+        )
+        self.pools = KVPools(shape, torch.device(device), num_host_blocks)
+        self.device = self.pools.device
+        on_cuda = self.device.type == "cuda"
+        ring = StagingRing(self.device, (lambda: CudaEvent(self.device)) if on_cuda else None)
+        self._tables = DeviceTables(self.manager, ring)
+        self._swapper = Swapper(self.manager, self.pools, self.device, overlap=overlap_swaps)
+
+    @property
+    def key_caches(self) -> list[Tensor]:
+        """A pool a layer, `[num_blocks, block_size, num_kv_heads, head_dim]` of kv_dtype."""
+        return self.pools.key_caches
+
+    @property
+    def value_caches(self) -> list[Tensor]:
+        """As key_caches."""
+        return self.pools.value_caches
+
+    @property
+    def k_scales(self) -> list[float | Tensor | None]:
+        """The scale of each layer, as the ops take it."""
+        return self.pools.k_scales
+
+    @property
+    def v_scales(self) -> list[float | Tensor | None]:
+        """As k_scales."""
+        return self.pools.v_scales
 
     @property
     def num_layers(self) -> int:
@@ -125,26 +134,56 @@ class PagedKVCache:
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of all pools, scales included."""
-        return sum(storage.nbytes for storage in self._storages)
+        """Bytes of all pools on the device, scales included."""
+        return self.pools.num_bytes
+
+    @property
+    def host_bytes_total(self) -> int:
+        """Bytes of the host's pools."""
+        return self.pools.num_host_bytes
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes: keys, values and scales of all layers."""
-        return self._bytes_per_token
+        return self.pools.shape.bytes_per_token
 
     @property
     def bytes_used(self) -> int:
         """Bytes of the blocks that sequences use now, each block counted once."""
-        used = self.manager.num_blocks - self.manager.num_free_blocks
-        return used * self.block_size * self.bytes_per_token
+        return self.manager.pool.num_used * self.block_size * self.bytes_per_token
+
+    @property
+    def bytes_cached(self) -> int:
+        """Bytes of blocks that no sequence uses, kept for prompts that begin with their tokens."""
+        return self.manager.pool.num_cached * self.block_size * self.bytes_per_token
 
     def add(self, num_tokens: int = 0) -> int:
         """A new sequence; with `num_tokens`, its blocks are taken now and batch() gives its slots.
 
         Raises OutOfBlocksError.
         """
+        self._swapper.poll()
         return self.manager.add(num_tokens)
+
+    def add_prompt(
+        self, tokens: Iterable[int], *, salt: str = "", num_tokens: int | None = None
+    ) -> Prompt:
+        """A new sequence of a prompt: its id, and how many first tokens are cached already.
+
+        Run the others, with batch() for those the sequence has and step() for further ones, then
+        call mark_written(). Arguments and errors: see `BlockManager.add_prompt`.
+        """
+        self._swapper.poll()
+        return self.manager.add_prompt(tokens, salt=salt, num_tokens=num_tokens)
+
+    def mark_written(
+        self, seq_id: int, tokens: Iterable[int] = (), *, end: int | None = None
+    ) -> None:
+        """Lets prompts find the sequence's full blocks; after write() was called for all layers.
+
+        Arguments and errors: see `BlockManager.mark_written`.
+        """
+        self.manager.mark_written(seq_id, tokens, end=end)
 
     def append(self, seq_id: int, num_tokens: int = 1) -> list[int]:
         """Makes a sequence longer, copies its shared last block if it must, returns the slots.
@@ -152,40 +191,86 @@ class PagedKVCache:
         Raises OutOfBlocksError.
         """
         slots, copies = self.manager.append(seq_id, num_tokens)
-        self._copy(copies)
+        self.pools.copy(copies)
         return slots
 
     def fork(self, seq_id: int) -> int:
         """A new sequence with the same tokens, in the same blocks. Copies nothing now."""
         return self.manager.fork(seq_id)
 
+    def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> None:
+        """Beam search: seq_ids[i] becomes what parents[i] was. Copies nothing now."""
+        self.manager.reorder(seq_ids, parents)
+
     def truncate(self, seq_id: int, new_len: int) -> None:
         """Drops the tokens from `new_len` on: rejected drafts."""
         self.manager.truncate(seq_id, new_len)
 
     def free(self, seq_id: int) -> None:
-        """Forgets a sequence; its blocks are reused."""
+        """Forgets a sequence, wherever it is; its blocks are reused."""
         self.manager.free(seq_id)
+        self._tables.forget(seq_id)
 
-    def step(self, seq_ids: Sequence[int], query_lens: int | Sequence[int] = 1) -> Batch:
+    def swap_out(self, seq_ids: Sequence[int]) -> None:
+        """Moves sequences to host memory; blocks that they share are moved once.
+
+        Raises OutOfBlocksError, before anything is changed, if the host has too few blocks.
+        """
+        self._swapper.swap_out(seq_ids)
+
+    def swap_in(self, seq_ids: Sequence[int]) -> None:
+        """Moves sequences back to the device. Raises OutOfBlocksError."""
+        self._swapper.swap_in(seq_ids)
+
+    def poll_swaps(self) -> int:
+        """Gives back blocks whose copies have run; returns how many swaps have not. Never waits.
+
+        add(), add_prompt(), step() and the swaps do it, too.
+        """
+        return self._swapper.poll()
+
+    def step(
+        self,
+        seq_ids: Sequence[int],
+        query_lens: int | Sequence[int] = 1,
+        *,
+        max_blocks: int | None = None,
+        out: Batch | None = None,
+    ) -> Batch:
         """Makes each sequence `query_lens` tokens longer and returns where and how to run them.
 
-        Shared last blocks that are about to be written are copied, in all layers. An int is the
-        number of tokens for each sequence. Raises OutOfBlocksError, for all sequences or none.
+        Shared last blocks that are about to be written are copied, in all layers.
+
+        Args:
+            seq_ids: the sequences, all different.
+            query_lens: tokens for each sequence, or one number for all.
+            max_blocks: width of the tables, if more than this step needs.
+            out: a batch to write into, for CUDA graphs that read its tensors: at least as many
+                sequences, tokens and blocks; the rest is padding. Its plans are made anew.
+
+        Raises:
+            OutOfBlocksError: for all sequences or none.
+            ValueError: query_lens does not fit seq_ids, or the step is too large for max_blocks or
+                out; nothing was changed.
         """
+        self._swapper.poll()
         lens = self._query_lens("step", seq_ids, query_lens)
-        appends = self.manager.append_many(seq_ids, lens)
-        self._copy([pair for append in appends for pair in append.copies])
-        return self._batch(seq_ids, lens, [slot for append in appends for slot in append.slots])
+        old_lens = self.manager.seq_lens(seq_ids)
+        new_lens = [length + n for length, n in zip(old_lens, lens, strict=True)]
+        width = self._width("step", lens, new_lens, max_blocks, out)
+        slots, copies = self.manager.append_batch(seq_ids, lens)
+        self.pools.copy(copies)
+        return self._batch(StepLists(seq_ids, slots, new_lens, _ends(lens), width), out)
 
     def batch(self, seq_ids: Sequence[int], query_lens: int | Sequence[int] = 1) -> Batch:
         """As step(), for the last `query_lens` tokens that the sequences already have."""
         lens = self._query_lens("batch", seq_ids, query_lens)
+        seq_lens = self.manager.seq_lens(seq_ids)
         slots: list[int] = []
-        for seq_id, query_len in zip(seq_ids, lens, strict=True):
-            seq_len = self.manager.seq_len(seq_id)
+        for seq_id, seq_len, query_len in zip(seq_ids, seq_lens, lens, strict=True):
             slots += self.manager.slots(seq_id, seq_len - query_len, seq_len)
-        return self._batch(seq_ids, lens, slots)
+        width = self._width("batch", lens, seq_lens, None, None)
+        return self._batch(StepLists(seq_ids, slots, seq_lens, _ends(lens), width), None)
 
     def write(self, layer: int, key: Tensor, value: Tensor, batch: Batch) -> None:
         """Stores the batch's keys and values, `[num_tokens, num_kv_heads, head_dim]` of `dtype`.
@@ -208,19 +293,44 @@ class PagedKVCache:
         query: `[num_tokens, num_q_heads, head_dim]` or, where all sequences have the same number of
         tokens, `[num_seqs, query_len, num_q_heads, head_dim]`. kwargs: any other argument of
         paged_attention (scale, causal, sliding_window, softcap, alibi_slopes, sinks, out,
-        return_lse). Returns out of query's shape, or (out, lse) with return_lse=True.
+        return_lse). Returns out of query's shape, or (out, lse) with return_lse=True. The plan is
+        made by the first call of a step and used by all layers with the same heads and mask.
         """
+        key_cache = self.key_caches[layer]
+        plan = batch.plan_for(
+            query,
+            key_cache,
+            causal=kwargs.get("causal", True),
+            sliding_window=kwargs.get("sliding_window"),
+            chunk_size=self.chunk_size,
+        )
         return paged_attention(
             query,
-            self.key_caches[layer],
+            key_cache,
             self.value_caches[layer],
             batch.block_tables,
             batch.seq_lens,
             cu_query_lens=batch.cu_query_lens if query.dim() == 3 else None,
             k_scale=self.k_scales[layer],
             v_scale=self.v_scales[layer],
-            plan=batch.plan,
+            plan=plan,
             **kwargs,
+        )
+
+    def gather(self, layer: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Reads the batch's whole sequences: keys and values, packed one after another.
+
+        Each `[sum(seq_lens), num_kv_heads, head_dim]`, dequantised to `dtype`. On CUDA it waits for
+        the device, which alone knows the lengths.
+        """
+        return gather_cache(
+            self.key_caches[layer],
+            self.value_caches[layer],
+            batch.block_tables,
+            batch.seq_lens,
+            k_scale=self.k_scales[layer],
+            v_scale=self.v_scales[layer],
+            dtype=self.dtype,
         )
 
     def _query_lens(
@@ -234,58 +344,48 @@ class PagedKVCache:
             )
         return lens
 
-    def _batch(self, seq_ids: Sequence[int], query_lens: list[int], slots: list[int]) -> Batch:
-        tables = [self.manager.block_table(seq_id) for seq_id in seq_ids]
-        max_blocks = max(map(len, tables), default=0)
-        for table in tables:
-            table += [-1] * (max_blocks - len(table))
-        block_tables = self._upload(tables, torch.int32).reshape(len(tables), max_blocks)
-        cu_query_lens = None
-        if any(query_len != 1 for query_len in query_lens):
-            ends = [0]
-            for query_len in query_lens:
-                ends.append(ends[-1] + query_len)
-            cu_query_lens = self._upload(ends, torch.int32)
-        return Batch(
-            slot_mapping=self._upload(slots, torch.int64),
-            block_tables=block_tables,
-            seq_lens=self._upload([self.manager.seq_len(seq) for seq in seq_ids], torch.int32),
-            cu_query_lens=cu_query_lens,
+    def _width(
+        self,
+        method: str,
+        query_lens: list[int],
+        seq_lens: list[int],
+        max_blocks: int | None,
+        out: Batch | None,
+    ) -> int:
+        """Width of the tables; raises ValueError if the step does not fit."""
+        needed = -(-max(seq_lens, default=0) // self.block_size)
+        if out is not None:
+            out.check_room(method, query_lens, needed)
+            return out.block_tables.shape[1]
+        if max_blocks is not None and max_blocks < needed:
+            raise ValueError(
+                f"PagedKVCache.{method}: max_blocks must be at least {needed}, got {max_blocks}"
+            )
+        return needed if max_blocks is None else max_blocks
+
+    def _batch(self, step: StepLists, out: Batch | None) -> Batch:
+        if out is not None:
+            step = out.pad(step)
+        tensors = self._tables.upload(step)
+        batch = Batch(
+            slot_mapping=tensors.slot_mapping,
+            block_tables=tensors.block_tables,
+            seq_lens=tensors.seq_lens,
+            cu_query_lens=tensors.cu_query_lens,
         )
-
-    def _upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        if self.device.type != "cuda":
-            return host.to(self.device)
-        # Torch keeps pinned memory from reuse until the copy, which the host does not wait for.
-        return host.pin_memory().to(self.device, non_blocking=True)
-
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
-        if copies:
-            copy_blocks(self.key_caches, self.value_caches, copies)
-            if self._scale_pools is not None:
-                copy_blocks(*self._scale_pools, copies)
+        if out is not None:
+            return out.become(batch)
+        if self.num_q_heads is not None:
+            shape = self.pools.shape
+            batch.plan_step(self.num_q_heads, shape.num_kv_heads, shape.head_dim, self.chunk_size)
+        return batch
 
 
-def _static(scale: Scale) -> float | None:
-    return None if scale is None or scale == "per_token" else float(scale)
-
-
-def _check_scales(kv_dtype: torch.dtype, k_scale: Scale, v_scale: Scale) -> None:
-    if (k_scale == "per_token") != (v_scale == "per_token"):
-        raise ValueError(
-            'PagedKVCache: k_scale and v_scale must both be "per_token" or neither, '
-            f"got {k_scale!r} and {v_scale!r}"
-        )
-    if k_scale == "per_token" and kv_dtype not in _EIGHT_BIT:
-        raise ValueError(
-            "PagedKVCache: kv_dtype must be float8_e4m3fn, float8_e5m2 or int8 for scales per "
-            f"token, got {kv_dtype}"
-        )
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None and kv_dtype == torch.int8:
-            raise ValueError(f"PagedKVCache: {name} must be given for an int8 cache")
-        if isinstance(scale, (int, float)) and not 0 < scale < float("inf"):
-            raise ValueError(f"PagedKVCache: {name} must be positive and finite, got {scale}")
-        if isinstance(scale, str) and scale != "per_token":
-            raise ValueError(f'PagedKVCache: {name} must be a float or "per_token", got {scale!r}')
+def _ends(query_lens: list[int]) -> list[int] | None:
+    """cu_query_lens, or None where each sequence has one token."""
+    if query_lens.count(1) == len(query_lens):
+        return None
+    ends = [0]
+    for query_len in query_lens:
+        ends.append(ends[-1] + query_len)
+    return ends

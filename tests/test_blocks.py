@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from manager_state import unchanged
 
 from paged_attn.blocks import (
     BlockManager,
@@ -77,6 +78,25 @@ def test_expand_block_table_keeps_the_slots() -> None:
     seq = manager.add(50)
     table = expand_block_table(manager.block_table(seq), 2)
     assert [table[t // 16] * 16 + t % 16 for t in range(50)] == manager.slots(seq, 0, 50)
+
+
+def test_what_is_reserved_for_b_leaves_room_for_c_only_in_blocks() -> None:
+    # 24 slots: B has 6 tokens and may grow to 20, C has 6. Reserved whole, B leaves 4 slots.
+    manager = BlockManager(num_blocks=6, block_size=4)
+    assert 24 - 20 < 6
+    b, c = manager.add(6), manager.add(6)
+    assert (manager.block_table(b), manager.block_table(c)) == ([0, 1], [2, 3])
+    assert (manager.num_free_blocks, manager.stats().waste) == (2, 4)
+    manager.append(b, 10)  # 16 tokens, in blocks that are not neighbours
+    assert manager.block_table(b) == [0, 1, 4, 5]
+    assert manager.slots(b, 7, 9) == [7, 16]
+    assert not manager.can_append(b)
+    manager.append(c, 2)  # C has room in its own block
+    assert not manager.can_append(c)
+    manager.free(c)
+    manager.append(b, 4)  # all 20
+    assert manager.num_free_blocks == 1
+    manager.check_invariants()
 
 
 # Sharing and copy-on-write.
@@ -163,6 +183,52 @@ def test_beams_share_until_they_write() -> None:
     assert manager.stats().blocks_used == 2
     assert sum(len(a.copies) for a in manager.append_many(survivors, [1, 1])) == 1
     manager.check_invariants()
+
+
+def test_reordered_beams_share_what_they_have_in_common() -> None:
+    manager = BlockManager(8, 4)
+    beams = [manager.add(6)]
+    beams += [manager.fork(beams[0]) for _ in range(2)]
+    manager.append_many(beams, [1, 1, 1])
+    assert manager.stats().blocks_used == 1 + 3
+    tables = [manager.block_table(beam) for beam in beams]
+    manager.reorder(beams, [beams[1], beams[1], beams[2]])
+    assert [manager.block_table(beam) for beam in beams] == [tables[1], tables[1], tables[2]]
+    assert (manager.stats().blocks_used, manager.stats().copies) == (3, 2)
+    # Of the two that share a partial block, the first writer copies it; the third beam does not.
+    appends = manager.append_many(beams, [1, 1, 1])
+    assert [len(append.copies) for append in appends] == [1, 0, 0]
+    manager.check_invariants()
+
+
+def test_reordered_beams_at_a_block_edge_copy_nothing() -> None:
+    manager = BlockManager(8, 4)
+    beams = [manager.add(8)]
+    beams.append(manager.fork(beams[0]))
+    manager.reorder(beams, beams[::-1])
+    assert [append.copies for append in manager.append_many(beams, [1, 1])] == [[], []]
+
+
+def test_beams_that_swap_places_lose_no_block() -> None:
+    manager = BlockManager(2, 4)
+    beams = [manager.add(3), manager.add(4)]
+    manager.reorder(beams, beams[::-1])
+    assert [manager.block_table(beam) for beam in beams] == [[1], [0]]
+    assert manager.seq_lens(beams) == [4, 3]
+    manager.reorder(beams, [beams[0], beams[0]])
+    assert manager.num_free_blocks == 1
+    manager.check_invariants()
+
+
+def test_reorder_refuses_what_does_not_fit() -> None:
+    manager = BlockManager(4, 4)
+    beams = [manager.add(3), manager.add(5)]
+    with unchanged(manager, ValueError, "parents must have one entry for each of 2"):
+        manager.reorder(beams, beams[:1])
+    with unchanged(manager, ValueError, "must be different"):
+        manager.reorder([beams[0], beams[0]], beams)
+    with unchanged(manager, KeyError, "no sequence 9"):
+        manager.reorder(beams, [beams[0], 9])
 
 
 def test_waste_is_counted_once_for_a_shared_tail() -> None:
@@ -306,7 +372,7 @@ def test_pool_refuses_what_it_cannot_do() -> None:
 def test_invariant_checks_see_damage() -> None:
     pool = BlockPool(2)
     pool.allocate()
-    pool._owners[0] = 0
+    pool.owners[0] = 0
     with pytest.raises(AssertionError, match="free list"):
         pool.check_invariants()
     manager = BlockManager(4, 4)

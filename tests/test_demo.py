@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paged_attn import PagedKVCache, kv_cache
+from paged_attn import PagedKVCache, kv_pools
 from paged_attn.__main__ import main
 from paged_attn.tiny_lm import (
     ContiguousCache,
@@ -61,7 +61,7 @@ def test_tokens_are_identical(block_size: int, prompt_len: int, chunk_size: int)
 
 def test_a_missing_copy_on_write_changes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sample(contiguous_cache())
-    monkeypatch.setattr(kv_cache, "copy_blocks", lambda *args: None)
+    monkeypatch.setattr(kv_pools, "copy_blocks", lambda *args: None)
     assert not torch.equal(sample(paged_cache()), right)
 
 
@@ -150,7 +150,7 @@ def test_different_tokens_are_reported(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"a short text that ends inside a block")
-    monkeypatch.setattr(kv_cache, "copy_blocks", lambda *args: None)
+    monkeypatch.setattr(kv_pools, "copy_blocks", lambda *args: None)
     assert main([str(text), "--max-new-tokens", "16"]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 

@@ -227,6 +227,7 @@ def test_one_allocation_for_all_layers() -> None:
         ("v_scale must be positive", {"v_scale": float("nan")}),
         ("k_scale must be a float", {"k_scale": "per_head"}),
         ("layout", {"layout": "DHN"}),
+        ("num_q_heads must be a multiple", {"num_q_heads": 3}),
         ("block_size", {"block_size": 0}),
         ("num_blocks", {"num_blocks": -1}),
     ],

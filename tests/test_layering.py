@@ -57,13 +57,43 @@ COMPILER_WORDS = re.compile(
 )
 # What one paged_attn module may import of the others; torch is named like them.
 PYTHON_LAYERS = {
-    "block_pool": set[str](),
-    "blocks": {"block_pool"},
+    # The host side never touches a device.
+    "block_events": set[str](),
+    "block_pool": {"block_events"},
+    "prefix_cache": {"block_pool"},
+    "sequence_tables": {"block_events", "block_pool"},
+    "prefix_tables": {"block_pool", "prefix_cache", "sequence_tables"},
+    "block_stats": {"block_pool", "sequence_tables"},
+    "blocks": {
+        "block_events",
+        "block_pool",
+        "block_stats",
+        "prefix_cache",
+        "prefix_tables",
+        "sequence_tables",
+    },
     "alibi": {"torch"},
     "reference": {"torch"},
     "_ops": {"torch"},
     "decode": {"torch", "_ops"},
     "cache": {"torch", "_ops"},
+    "staging": {"torch"},
+    "device_tables": {"torch", "blocks", "staging"},
+    "kv_batch": {"torch", "decode", "device_tables"},
+    "kv_pools": {"torch", "cache"},
+    "kv_swap": {"torch", "blocks", "kv_pools", "staging"},
+    "kv_cache": {
+        "torch",
+        "blocks",
+        "cache",
+        "decode",
+        "device_tables",
+        "kv_batch",
+        "kv_pools",
+        "kv_swap",
+        "staging",
+    },
+    "flash_attn": {"torch", "cache", "decode"},
 }
 
 

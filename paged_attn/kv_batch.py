@@ -1,0 +1,139 @@
+"""One step's tokens as tensors, and the plans of its attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from paged_attn.decode import DecodePlan, plan_decode
+from paged_attn.device_tables import StepLists
+
+__all__ = ["Batch"]
+
+# (query heads, query tokens a sequence or 0 for ragged, causal, sliding window)
+_PlanKey = tuple[int, int, bool, "int | None"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's tokens, as the ops take them: tensors on the cache's device.
+
+    The tokens are those of the first sequence, then those of the second, and so on. Later steps
+    do not change a batch, unless it is given to them as `out`.
+    """
+
+    slot_mapping: Tensor  # int64 [num_tokens]
+    block_tables: Tensor  # int32 [num_seqs, max_blocks], -1 past a sequence's blocks
+    seq_lens: Tensor  # int32 [num_seqs], the tokens of this step included
+    cu_query_lens: Tensor | None  # int32 [num_seqs + 1]; None: one token each
+    plans: dict[_PlanKey, DecodePlan] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def plan(self) -> DecodePlan | None:
+        """The first plan made for the step: by step() with num_q_heads, else by attend()."""
+        return next(iter(self.plans.values()), None)
+
+    def plan_for(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        *,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        chunk_size: int | None = None,
+    ) -> DecodePlan | None:
+        """The plan for such a query, made once a step and kept.
+
+        None where the query does not fit the cache, which paged_attention then explains. Arguments
+        as for `PagedKVCache.attend` and `plan_decode`. Runs on the current stream; never waits.
+        """
+        heads, head_dim = key_cache.shape[2:]
+        if query.dim() not in (3, 4) or query.shape[-1] != head_dim or query.shape[-2] % heads:
+            return None
+        num_q_heads = query.shape[-2]
+        ragged = query.dim() == 3 and self.cu_query_lens is not None
+        query_len = 0 if ragged else query.shape[1] if query.dim() == 4 else 1
+        if num_q_heads == 0 or (query_len == 0 and not ragged):
+            return None
+        key = (num_q_heads, query_len, causal, sliding_window)
+        return self._plan(key, heads, head_dim, chunk_size)
+
+    def plan_step(
+        self, num_q_heads: int, num_kv_heads: int, head_dim: int, chunk_size: int | None
+    ) -> None:
+        """Makes the plan of causal attention of packed queries, which most layers use."""
+        query_len = 1 if self.cu_query_lens is None else 0
+        self._plan((num_q_heads, query_len, True, None), num_kv_heads, head_dim, chunk_size)
+
+    def check_room(self, method: str, query_lens: list[int], max_blocks: int) -> None:
+        """Raises ValueError unless a step of this size can be written into this batch."""
+        for what, needed, room in (
+            ("sequences", len(query_lens), self.seq_lens.shape[0]),
+            ("tokens", sum(query_lens), self.slot_mapping.shape[0]),
+            ("blocks a sequence", max_blocks, self.block_tables.shape[1]),
+        ):
+            if needed > room:
+                raise ValueError(
+                    f"PagedKVCache.{method}: out must have room for {needed} {what}, has {room}"
+                )
+        if self.cu_query_lens is None and query_lens.count(1) != len(query_lens):
+            raise ValueError(
+                f"PagedKVCache.{method}: out is a batch of one token a sequence, got query_lens "
+                f"{query_lens}"
+            )
+
+    def pad(self, step: StepLists) -> StepLists:
+        """The step, padded to this batch's size: slots -1, lengths 0, no query tokens."""
+        num_seqs, num_tokens = self.seq_lens.shape[0], self.slot_mapping.shape[0]
+        ends = step.query_ends
+        if self.cu_query_lens is not None:
+            ends = list(range(len(step.seq_lens) + 1)) if ends is None else ends
+            ends = ends + [ends[-1]] * (num_seqs + 1 - len(ends))
+        return replace(
+            step,
+            slots=step.slots + [-1] * (num_tokens - len(step.slots)),
+            seq_lens=step.seq_lens + [0] * (num_seqs - len(step.seq_lens)),
+            query_ends=ends,
+        )
+
+    def become(self, other: Batch) -> Batch:
+        """Takes over the numbers of a batch of the same size, where its own tensors are."""
+        for mine, new in (
+            (self.slot_mapping, other.slot_mapping),
+            (self.block_tables, other.block_tables),
+            (self.seq_lens, other.seq_lens),
+            (self.cu_query_lens, other.cu_query_lens),
+        ):
+            if mine is not None and new is not None:
+                mine.copy_(new)
+        for key, plan in self.plans.items():
+            again = self._make_plan(key, plan.num_kv_heads, plan.head_dim, plan.chunk_size)
+            if plan.tensor is not None and again.tensor is not None:
+                plan.tensor.copy_(again.tensor)
+        return self
+
+    def _plan(
+        self, key: _PlanKey, num_kv_heads: int, head_dim: int, chunk_size: int | None
+    ) -> DecodePlan:
+        if key not in self.plans:
+            self.plans[key] = self._make_plan(key, num_kv_heads, head_dim, chunk_size)
+        return self.plans[key]
+
+    def _make_plan(
+        self, key: _PlanKey, num_kv_heads: int, head_dim: int, chunk_size: int | None
+    ) -> DecodePlan:
+        num_q_heads, query_len, causal, sliding_window = key
+        ragged = query_len == 0
+        return plan_decode(
+            self.seq_lens,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            query_len=1 if ragged else query_len,
+            cu_query_lens=self.cu_query_lens if ragged else None,
+            num_query_tokens=self.slot_mapping.shape[0] if ragged else None,
+            causal=causal,
+            sliding_window=sliding_window,
+            chunk_size=chunk_size,
+        )
