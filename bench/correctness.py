@@ -185,6 +185,7 @@ def attend(case: CheckCase, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         causal=case.causal,
         sliding_window=case.sliding_window,
         chunk_size=case.chunk_size,
+        kv_dtype=inputs["key_cache"].dtype,
     )
     result = paged_attn.paged_attention(**inputs, plan=plan, return_lse=True)
     assert isinstance(result, tuple)

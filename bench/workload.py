@@ -137,4 +137,5 @@ def make_plan(shape: DecodeShape, seq_lens: Tensor, chunk_size: int | None = Non
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         chunk_size=chunk_size,
+        kv_dtype=shape.kv_dtype,
     )

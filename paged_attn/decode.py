@@ -15,6 +15,8 @@ from paged_attn._ops import Scale, split_scale
 _PLAN_WORDS = 8192
 # kAutoChunk of csrc/backend.h.
 _AUTO_CHUNK = -1
+# Of plan_decode: tokens, by the sequence's length, or cut freely.
+ChunkSize = int | Literal["auto"] | None
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class DecodePlan:
         sliding_window: keys that a query sees, or None for all.
         chunk_size: tokens in one chunk of a sequence, "auto" where its length decides, or None
             where work is cut freely.
-        kv_bytes: bytes of an element of the pools it was made for.
+        kv_dtype: dtype of the pools it was made for, or None for any of 16 bits.
         tensor: the plan on the device; None with a chunk_size, which leaves nothing to plan.
     """
 
@@ -44,8 +46,8 @@ class DecodePlan:
     query_len: int
     causal: bool
     sliding_window: int | None
-    chunk_size: int | Literal["auto"] | None
-    kv_bytes: int
+    chunk_size: ChunkSize
+    kv_dtype: torch.dtype | None
     tensor: Tensor | None
 
 
@@ -60,7 +62,7 @@ def plan_decode(
     num_query_tokens: int | None = None,
     causal: bool = True,
     sliding_window: int | None = None,
-    chunk_size: int | Literal["auto"] | None = None,
+    chunk_size: ChunkSize = None,
     kv_dtype: torch.dtype | None = None,
 ) -> DecodePlan:
     """Plans the decode kernel's work for one step, for all layers of one shape and window.
@@ -121,7 +123,6 @@ def plan_decode(
     if cu_query_lens is not None and num_query_tokens is None and chunk_size is None:
         raise ValueError("plan_decode: num_query_tokens must be given with cu_query_lens")
     tensor = None
-    kv_bytes = 2 if kv_dtype is None else kv_dtype.itemsize
     if chunk_size is None:
         tensor = torch.empty(_PLAN_WORDS, dtype=torch.int32, device=seq_lens.device)
         _ops.lib.plan_decode(
@@ -135,12 +136,14 @@ def plan_decode(
             query_len,
             causal,
             sliding_window,
-            kv_bytes,
+            _kv_bytes(kv_dtype),
         )
     num_seqs = seq_lens.shape[0]
     return DecodePlan(
         num_seqs=num_seqs,
-        num_query_tokens=(num_query_tokens or 0) if cu_query_lens is not None else num_seqs * query_len,
+        num_query_tokens=(num_query_tokens or 0)
+        if cu_query_lens is not None
+        else num_seqs * query_len,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -148,9 +151,13 @@ def plan_decode(
         causal=causal,
         sliding_window=sliding_window,
         chunk_size=chunk_size,
-        kv_bytes=kv_bytes,
+        kv_dtype=kv_dtype,
         tensor=tensor,
     )
+
+
+def _kv_bytes(kv_dtype: torch.dtype | None) -> int:
+    return 2 if kv_dtype is None else kv_dtype.itemsize
 
 
 def _check_plan(
@@ -293,7 +300,7 @@ def paged_attention(
         v_float,
         None if plan is None else _AUTO_CHUNK if plan.chunk_size == "auto" else plan.chunk_size,
         None if plan is None else plan.tensor,
-        2 if plan is None else plan.kv_bytes,
+        _kv_bytes(None if plan is None else plan.kv_dtype),
     )
     return out if lse is None else (out, lse)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from paged_attn.decode import DecodePlan, plan_decode
+from paged_attn.decode import ChunkSize, DecodePlan, plan_decode
 from paged_attn.device_tables import StepLists
 
 __all__ = ["Batch"]
@@ -41,7 +42,7 @@ class Batch:
         *,
         causal: bool = True,
         sliding_window: int | None = None,
-        chunk_size: int | None = None,
+        chunk_size: ChunkSize = None,
     ) -> DecodePlan | None:
         """The plan for such a query, made once a step and kept.
 
@@ -57,14 +58,20 @@ class Batch:
         if num_q_heads == 0 or (query_len == 0 and not ragged):
             return None
         key = (num_q_heads, query_len, causal, sliding_window)
-        return self._plan(key, heads, head_dim, chunk_size)
+        return self._plan(key, heads, head_dim, chunk_size, key_cache.dtype)
 
     def plan_step(
-        self, num_q_heads: int, num_kv_heads: int, head_dim: int, chunk_size: int | None
+        self,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        chunk_size: ChunkSize,
+        kv_dtype: torch.dtype | None,
     ) -> None:
         """Makes the plan of causal attention of packed queries, which most layers use."""
         query_len = 1 if self.cu_query_lens is None else 0
-        self._plan((num_q_heads, query_len, True, None), num_kv_heads, head_dim, chunk_size)
+        key = (num_q_heads, query_len, True, None)
+        self._plan(key, num_kv_heads, head_dim, chunk_size, kv_dtype)
 
     def check_room(self, method: str, query_lens: list[int], max_blocks: int) -> None:
         """Raises ValueError unless a step of this size can be written into this batch."""
@@ -108,20 +115,32 @@ class Batch:
             if mine is not None and new is not None:
                 mine.copy_(new)
         for key, plan in self.plans.items():
-            again = self._make_plan(key, plan.num_kv_heads, plan.head_dim, plan.chunk_size)
+            again = self._make_plan(
+                key, plan.num_kv_heads, plan.head_dim, plan.chunk_size, plan.kv_dtype
+            )
             if plan.tensor is not None and again.tensor is not None:
                 plan.tensor.copy_(again.tensor)
         return self
 
     def _plan(
-        self, key: _PlanKey, num_kv_heads: int, head_dim: int, chunk_size: int | None
+        self,
+        key: _PlanKey,
+        num_kv_heads: int,
+        head_dim: int,
+        chunk_size: ChunkSize,
+        kv_dtype: torch.dtype | None,
     ) -> DecodePlan:
         if key not in self.plans:
-            self.plans[key] = self._make_plan(key, num_kv_heads, head_dim, chunk_size)
+            self.plans[key] = self._make_plan(key, num_kv_heads, head_dim, chunk_size, kv_dtype)
         return self.plans[key]
 
     def _make_plan(
-        self, key: _PlanKey, num_kv_heads: int, head_dim: int, chunk_size: int | None
+        self,
+        key: _PlanKey,
+        num_kv_heads: int,
+        head_dim: int,
+        chunk_size: ChunkSize,
+        kv_dtype: torch.dtype | None,
     ) -> DecodePlan:
         num_q_heads, query_len, causal, sliding_window = key
         ragged = query_len == 0
@@ -136,4 +155,5 @@ class Batch:
             causal=causal,
             sliding_window=sliding_window,
             chunk_size=chunk_size,
+            kv_dtype=kv_dtype,
         )

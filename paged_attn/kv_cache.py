@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paged_attn.blocks import BlockManager, Prompt
 from paged_attn.cache import gather_cache, reshape_and_cache
-from paged_attn.decode import paged_attention
+from paged_attn.decode import ChunkSize, paged_attention
 from paged_attn.device_tables import DeviceTables, StepLists
 from paged_attn.kv_batch import Batch
 from paged_attn.kv_pools import KVPools, KVShape, Scale
@@ -68,7 +68,7 @@ class PagedKVCache:
         num_host_blocks: int = 0,
         overlap_swaps: bool = False,
         num_q_heads: int | None = None,
-        chunk_size: int | None = None,
+        chunk_size: ChunkSize = None,
         **manager_options: Any,
     ) -> None:
         self.dtype = dtype
@@ -377,7 +377,13 @@ class PagedKVCache:
             return out.become(batch)
         if self.num_q_heads is not None:
             shape = self.pools.shape
-            batch.plan_step(self.num_q_heads, shape.num_kv_heads, shape.head_dim, self.chunk_size)
+            batch.plan_step(
+                self.num_q_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                self.chunk_size,
+                shape.kv_dtype,
+            )
         return batch
 
 
