@@ -33,7 +33,10 @@ SHARED_BINDINGS = (
 )
 ISA_FLAGS = {"portable": ""}
 if platform.machine() in ("x86_64", "AMD64"):
-    ISA_FLAGS |= {"avx2": "-mavx2 -mfma -mf16c", "avx512": "-march=x86-64-v4"}
+    # g++ 12 takes what its own AVX-512 intrinsics leave undefined for a mistake of ours.
+    AVX512 = "-march=x86-64-v4 -Wno-maybe-uninitialized"
+    ISA_FLAGS |= {"avx2": "-mavx2 -mfma -mf16c", "avx512": AVX512}
+    ISA_FLAGS["avx512bf16"] = f"{AVX512} -mavx512bf16"
 
 
 class BuildError(Exception):
@@ -120,7 +123,7 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
         [bindings / f"{name}.cpp" for name in SHARED_BINDINGS], "bindings", "shared"
     )
     yield from lines
-    own = [bindings / "device_cpu.cpp", bindings / "register_cpu.cpp", CSRC / "cpu/backend.cpp"]
+    own = [bindings / "device_cpu.cpp", bindings / "register_cpu.cpp", CSRC / "cpu/backend.cpp", CSRC / "cpu/plan.cpp"]
     objects, lines = compile_steps(own, "bindings", "cpu")
     yield from lines
     for isa, flags in ISA_FLAGS.items():

@@ -1,6 +1,7 @@
 // backend.h on a CPU: picks the instruction-set level once, then calls its kernels.
 #include "backend.h"
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -9,6 +10,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "cpu/plan.h"
 
 namespace paged_attn {
 namespace {
@@ -19,6 +21,7 @@ std::vector<const cpu::Kernels*> supported_levels() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512bf16")) levels.push_back(&cpu::avx512bf16_kernels());
     levels.push_back(&cpu::avx512_kernels());
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -48,6 +51,19 @@ const cpu::Kernels& kernels() {
   return chosen;
 }
 
+enum class Purpose { kScratch, kSlots };
+
+// Memory of this thread that is kept from call to call: fresh pages would cost more than a short
+// sequence. Aligned to a cache line.
+template <Purpose kPurpose>
+float* thread_floats(int64_t count) {
+  thread_local std::vector<float> memory;
+  constexpr int64_t kLine = 64 / sizeof(float);
+  if (static_cast<int64_t>(memory.size()) < count + kLine) memory.resize(count + kLine);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  return memory.data() + (64 - address % 64) % 64 / sizeof(float);
+}
+
 void copy_block(const BlockRuns& runs, int64_t source, int64_t destination) {
   char* base = reinterpret_cast<char*>(runs.address);
   for (int64_t i = 0; i < runs.outer_count; ++i) {
@@ -63,8 +79,7 @@ void copy_block(const BlockRuns& runs, int64_t source, int64_t destination) {
 
 namespace backend {
 
-// One thread walks a sequence from end to end: there is nothing to plan, and a sequence's bits do
-// not depend on the batch.
+// The plan costs microseconds and is made from the lengths themselves, in decode().
 DecodeNeeds decode_needs(const DecodeParams& /*params*/, int32_t /*chunk_size*/,
                          int32_t /*plan_kv_bytes*/) {
   return {false, 0};
@@ -73,7 +88,25 @@ DecodeNeeds decode_needs(const DecodeParams& /*params*/, int32_t /*chunk_size*/,
 void make_plan(const DecodeParams& /*params*/, int32_t /*kv_bytes*/, int32_t* /*plan*/,
                Stream /*stream*/) {}
 
-void decode(const DecodeCall& call, Stream /*stream*/) { kernels().decode(call.params); }
+void decode(const DecodeCall& call, Stream /*stream*/) {
+  const DecodeParams& params = call.params;
+  const cpu::Plan plan = cpu::make_plan(params, call.chunk_size, cpu::num_threads());
+  float* slots = thread_floats<Purpose::kSlots>(plan.num_slots * plan.slot_floats);
+  const auto num_threads = static_cast<int64_t>(plan.ends.size());
+  cpu::parallel_for_each(num_threads, [&](int64_t thread) {
+    const cpu::DecodeMemory memory{thread_floats<Purpose::kScratch>(plan.scratch_floats), slots};
+    const int64_t begin = thread == 0 ? 0 : plan.ends[thread - 1];
+    for (int64_t run = begin; run < plan.ends[thread]; ++run) {
+      kernels().decode(params, plan, plan.runs[run], memory);
+    }
+  });
+  if (plan.merges.empty()) return;
+  cpu::parallel_for_each(static_cast<int64_t>(plan.merges.size()), [&](int64_t merge) {
+    const cpu::DecodeMemory memory{thread_floats<Purpose::kScratch>(plan.scratch_floats), slots};
+    kernels().combine(params, plan, plan.merges[merge], memory);
+  });
+}
+
 void merge_states(const MergeParams& params, Stream /*stream*/) { kernels().merge_states(params); }
 void write_cache(const CacheWriteParams& params, Stream /*stream*/) {
   kernels().write_cache(params);

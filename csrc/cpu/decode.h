@@ -1,111 +1,318 @@
-// Paged attention on a CPU, plain and clear: one pass over the visible keys of a query token for
-// up to kRowTile query heads of one KV head, with an online softmax (Milakov and Gimelshein 2018,
-// arXiv 1805.02867) in fp32. Included by cpu/kernels.cpp.
+// Paged attention on a CPU: the runs and merges of a plan (cpu/plan.h). Included by
+// cpu/kernels.cpp.
+//
+// Tiles of 16 tokens at fixed places; of each, the keys of all heads of the run, then the values of
+// all heads, so that whole pages stream in the order of memory. Every row has bits of its own:
+// which rows share its tile, and where the run begins, does not change them.
 
-constexpr int kMaxHeadDim = 512;
-constexpr int kRowTile = 8;
-// Below any score, and finite: a maximum that starts here never gives inf - inf.
-constexpr float kLowest = -3.402823466e+38f;
-
-struct RowState {
-  float max;
-  float sum;
-  float query[kMaxHeadDim];
-  float out[kMaxHeadDim];
+// What a run works on, carved from floats that the caller provides.
+struct Scratch {
+  float* query;    // [heads, rows, stride]; bfloat16 where keys are multiplied as pairs
+  State total;     // of all chunks so far
+  State chunk;     // of the current one
+  float* weights;  // [heads, rows, kTile]
+  float* keep;     // [heads, rows]
 };
 
-inline float dot(const float* a, const float* b, int count) {
-  float lanes[8] = {};
-  for (int i = 0; i < count; i += 8) {
-    for (int lane = 0; lane < 8; ++lane) lanes[lane] += a[i + lane] * b[i + lane];
-  }
-  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
-         ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+inline int padded(int head_dim) {
+  return static_cast<int>((head_dim + kPadding - 1) / kPadding * kPadding);
 }
 
-inline void accumulate(RowState& row, float score, const float* value, float v_scale, int count) {
-  if (score > row.max) {  // a new maximum: what was summed so far shrinks
-    const float keep = __builtin_expf(row.max - score);
-    row.max = score;
-    row.sum *= keep;
-    for (int i = 0; i < count; ++i) row.out[i] *= keep;
-  }
-  const float weight = __builtin_expf(score - row.max);
-  row.sum += weight;
-  const float scaled = weight * v_scale;
-  for (int i = 0; i < count; ++i) row.out[i] += scaled * value[i];
+inline State carve_state(float*& next, int64_t rows, int stride) {
+  State state;
+  state.out = next;
+  state.max = state.out + rows * stride;
+  state.sum = state.max + rows;
+  next = state.sum + rows;
+  return state;
 }
 
-// The scores of one KV head's query heads against one key, after scale, softcap and ALiBi.
-inline float score_of(const DecodeParams& p, const RowState& row, const float* key, float k_scale,
-                      int64_t head, int64_t distance) {
-  float score = dot(row.query, key, p.shape.head_dim) * (p.scale * k_scale);
-  if (p.softcap > 0) score = p.softcap * __builtin_tanhf(score / p.softcap);
-  if (p.alibi_slopes != nullptr) {
-    score += p.alibi_slopes[head] * static_cast<float>(distance);
-  }
-  return score;
+inline int64_t state_floats(int64_t rows, int head_dim) { return rows * (padded(head_dim) + 2); }
+
+inline Scratch carve_scratch(float* next, int64_t rows, int stride) {
+  Scratch s;
+  s.query = next;
+  next += rows * stride;
+  s.weights = next;
+  next += rows * kTile;
+  s.total = carve_state(next, rows, stride);
+  s.chunk = carve_state(next, rows, stride);
+  s.keep = next;
+  return s;
 }
 
-template <DType kQuery>
-void finish_row(const DecodeParams& p, RowState& row, int64_t token, int64_t head) {
-  if (p.sinks != nullptr) {
-    // A logit without a value: it takes part in the denominator alone.
-    const float max = larger(row.max, p.sinks[head]);
-    const float keep = __builtin_expf(row.max - max);
-    row.sum = row.sum * keep + __builtin_expf(p.sinks[head] - max);
-    row.max = max;
-    for (int i = 0; i < p.shape.head_dim; ++i) row.out[i] *= keep;
-  }
-  const bool empty = row.sum == 0.f;
-  const float inverse = empty ? 0.f : 1.f / row.sum;
-  for (int i = 0; i < p.shape.head_dim; ++i) row.out[i] *= inverse;
-  store_row<kQuery>(p.out.data, p.row(p.out, token, head), p.shape.head_dim, row.out);
-  if (p.lse != nullptr) {
-    p.lse[token * p.num_q_heads + head] =
-        empty ? -__builtin_inff() : row.max + __builtin_logf(row.sum);
+inline void clear(State state, int64_t rows, int stride) {
+  for (int64_t i = 0; i < rows * stride; ++i) state.out[i] = 0.f;
+  for (int64_t r = 0; r < rows; ++r) {
+    state.max[r] = kLowest;
+    state.sum[r] = 0.f;
   }
 }
 
-template <DType kQuery, DType kKv>
-void decode_rows(const DecodeParams& p, int64_t token, int64_t kv_head, int64_t first_head,
-                 int num_rows) {
-  RowState rows[kRowTile];
-  const int head_dim = p.shape.head_dim;
-  for (int r = 0; r < num_rows; ++r) {
-    rows[r].max = kLowest;
-    rows[r].sum = 0.f;
-    load_row<kQuery>(p.query.data, p.row(p.query, token, first_head + r), head_dim, rows[r].query);
-    for (int i = 0; i < head_dim; ++i) rows[r].out[i] = 0.f;
-  }
-  const QueryToken query = p.query_token(token);
-  const TokenRange visible = p.visible(query);
-  float key[kMaxHeadDim], value[kMaxHeadDim];
-  for (int64_t t = visible.begin; t < visible.end; ++t) {
-    const int64_t block = p.block_tables.block(query.seq, t / p.shape.block_size);
-    const int64_t offset = t % p.shape.block_size;
-    load_row<kKv>(p.key_cache.data, p.key_cache.row(block, offset, kv_head), head_dim, key);
-    load_row<kKv>(p.value_cache.data, p.value_cache.row(block, offset, kv_head), head_dim, value);
-    const float k_scale = p.k_scale.at(block, offset, kv_head);
-    const float v_scale = p.v_scale.at(block, offset, kv_head);
-    const int64_t distance = t - (p.seq_len(query.seq) - query.query_len + query.index);
-    for (int r = 0; r < num_rows; ++r) {
-      const float score = score_of(p, rows[r], key, k_scale, first_head + r, distance);
-      accumulate(rows[r], score, value, v_scale, head_dim);
+template <DType kKv>
+class RunWorker {
+ public:
+  RunWorker(const DecodeParams& p, const Plan& plan, const Run& run, float* scratch)
+      : p_(p),
+        run_(run),
+        chunk_size_(plan.chunk_size),
+        stride_(padded(p.shape.head_dim)),
+        tile_(whole_row_tile(p, run.tile, plan.tile_rows)),
+        num_rows_(tile_.num_rows),
+        all_rows_(int64_t{run.num_heads} * num_rows_),
+        group_(p.num_q_heads / p.shape.num_kv_heads),
+        scratch_(carve_scratch(scratch, all_rows_, stride_)) {}
+
+  // Leaves the result in `out`, or in slots of partial results from `slots` on.
+  void work(float* slots, int64_t floats_a_slot) {
+    load_queries();
+    bool started = false;
+    clear(scratch_.total, all_rows_, stride_);
+    if (run_.tokens.begin < run_.tokens.end) {
+      const Source source{p_, tile_.seq, run_.first_head, run_.num_heads};
+      Prefetcher prefetcher(source, run_.tokens.begin, run_.tokens.end);
+      int64_t slot = run_.slot;
+      for (int64_t begin = run_.tokens.begin; begin < run_.tokens.end;) {
+        const int64_t end =
+            smaller((begin / chunk_size_ + 1) * chunk_size_, run_.tokens.end);
+        const bool separate = !run_.first;
+        const State state = started || separate ? scratch_.chunk : scratch_.total;
+        if (started || separate) clear(state, all_rows_, stride_);
+        attend_chunk(source, prefetcher, begin, end, state);
+        if (separate) {
+          save(state, slots + slot++ * floats_a_slot);
+        } else if (started) {
+          merge(scratch_.total, state);
+        }
+        started = true;
+        begin = end;
+      }
+    }
+    if (run_.first && run_.last) {
+      finish(scratch_.total);
+    } else if (run_.first) {
+      save(scratch_.total, slots + run_.slot * floats_a_slot);
     }
   }
-  for (int r = 0; r < num_rows; ++r) finish_row<kQuery>(p, rows[r], token, first_head + r);
-}
 
-template <DType kQuery, DType kKv>
-void decode_typed(const DecodeParams& p) {
-  const int64_t group = p.num_q_heads / p.shape.num_kv_heads;
-  parallel_for_each(p.num_tokens * p.shape.num_kv_heads, [&p, group](int64_t item) {
-    const int64_t token = item / p.shape.num_kv_heads;
-    const int64_t kv_head = item % p.shape.num_kv_heads;
-    for (int64_t row = 0; row < group; row += kRowTile) {
-      const int count = static_cast<int>(group - row < kRowTile ? group - row : kRowTile);
-      decode_rows<kQuery, kKv>(p, token, kv_head, kv_head * group + row, count);
+  // The other end: merges what several runs left in their slots.
+  void combine(float* slots, int64_t floats_a_slot, int64_t num_slots) {
+    const State total = saved(slots);
+    for (int64_t slot = 1; slot < num_slots; ++slot) {
+      merge(total, saved(slots + slot * floats_a_slot));
     }
-  });
-}
+    finish(total);
+  }
+
+ private:
+  int64_t element(int64_t head, int64_t row) const { return (head * num_rows_ + row) * stride_; }
+
+  void load_queries() {
+    for (int64_t i = 0; i < all_rows_ * stride_; ++i) scratch_.query[i] = 0.f;
+    for (int head = 0; head < run_.num_heads; ++head) {
+      for (int row = 0; row < num_rows_; ++row) load_query(head, row);
+    }
+  }
+
+  void load_query(int head, int row) {
+    const RowTarget target = row_target(head, row);
+    const int64_t offset = p_.row(p_.query, target.token, target.head);
+    float* to = scratch_.query + element(head, row);
+    if constexpr (kUsePairs<kKv>) {
+      const auto* from = static_cast<const uint16_t*>(p_.query.data) + offset;
+      __builtin_memcpy(to, from, p_.shape.head_dim * sizeof(uint16_t));
+    } else {
+      dispatch_float(p_.query_dtype, [&](auto dtype) {
+        load_row<dtype.value>(p_.query.data, offset, p_.shape.head_dim, to);
+      });
+    }
+  }
+
+  RowTarget row_target(int head, int row) const {
+    RowTile tile = tile_;
+    tile.kv_head = run_.first_head + head;
+    return p_.row_target(tile, row);
+  }
+
+  void attend_chunk(const Source& source, Prefetcher& prefetcher, int64_t begin, int64_t end,
+                    State state) {
+    const int64_t token_bytes =
+        run_.num_heads * p_.shape.head_dim * static_cast<int64_t>(element_size(kKv));
+    while (begin < end) {
+      const int64_t tile_end = smaller((begin / kTile + 1) * kTile, end);
+      const TileRows rows = source.rows(begin, tile_end);
+      const int64_t used = 2 * (begin - run_.tokens.begin) * token_bytes;
+      prefetcher.reach(used);
+      find_visible(begin, rows.count);
+      for (int head = 0; head < run_.num_heads; ++head) {
+        score_head(rows, head, prefetcher);
+        weigh_head(begin, rows.count, head, state);
+      }
+      prefetcher.reach(used + rows.count * token_bytes);
+      for (int head = 0; head < run_.num_heads; ++head) add_head(rows, head, prefetcher, state);
+      begin = tile_end;
+    }
+  }
+
+  // Which of the tile's tokens each row sees.
+  void find_visible(int64_t begin, int count) {
+    all_visible_ = tile_.common.begin <= begin && begin + count <= tile_.common.end;
+    if (all_visible_) {
+      for (int row = 0; row < num_rows_; ++row) visible_[row] = {0, count};
+      return;
+    }
+    for (int row = 0; row < num_rows_; ++row) {
+      const TokenRange range =
+          p_.visible({tile_.seq, (tile_.first_row + row) / group_, tile_.query_len});
+      const int64_t first = range.begin - begin, last = range.end - begin;
+      visible_[row].begin = static_cast<int>(first < 0 ? 0 : smaller(first, count));
+      visible_[row].end = static_cast<int>(last < 0 ? 0 : smaller(last, count));
+    }
+  }
+
+  // Bytes to prefetch for each vector that is loaded, shared by the passes over the same rows.
+  int ahead() const {
+    const int passes = (num_rows_ + kMaxRows - 1) / kMaxRows;
+    return kWidth * element_size(kKv) / passes;
+  }
+
+  void score_head(const TileRows& rows, int head, Prefetcher& prefetcher) {
+    const int64_t offset = head * p_.key_cache.head_stride;
+    for (int t = 0; t < rows.count; t += kKeys) {
+      for (int row = 0; row < num_rows_; row += kMaxRows) {
+        const float* query = scratch_.query + element(head, row);
+        float* scores = scratch_.weights + (int64_t{head} * num_rows_ + row) * kTile + t;
+        with_row_count(num_rows_ - row, [&](auto count) {
+          score_keys<kKv, count.value>(query, stride_, rows.key + t, offset, p_.shape.head_dim,
+                                       prefetcher, kKeys * ahead(), scores);
+        });
+      }
+    }
+  }
+
+  TileScales scales(int64_t begin, int count, int head) const {
+    const int64_t kv_head = run_.first_head + head;
+    TileScales scales;
+    const bool by_token = p_.k_scale.token_stride != 0 || p_.k_scale.block_stride != 0 ||
+                          p_.v_scale.token_stride != 0 || p_.v_scale.block_stride != 0;
+    for (int t = 0; t < kTile; ++t) {
+      int64_t block = 0, offset = 0;
+      if (by_token) {
+        const int64_t token = begin + (t < count ? t : count - 1);
+        block = p_.block_tables.block(tile_.seq, token / p_.shape.block_size);
+        offset = token % p_.shape.block_size;
+      }
+      scales.key[t] = p_.scale * kUnit<kKv> * p_.k_scale.at(block, offset, kv_head);
+      scales.value[t] = kUnit<kKv> * p_.v_scale.at(block, offset, kv_head);
+    }
+    return scales;
+  }
+
+  void weigh_head(int64_t begin, int count, int head, State state) {
+    const TileScales tile_scales = scales(begin, count, head);
+    for (int row = 0; row < num_rows_; ++row) {
+      const int64_t index = int64_t{head} * num_rows_ + row;
+      const Visible visible = visible_[row];
+      if (visible.begin >= visible.end) {
+        scratch_.keep[index] = 1.f;
+        continue;
+      }
+      RowScores scores{visible.begin, visible.end, 0.f, 0.f};
+      if (p_.alibi_slopes != nullptr) {
+        const int64_t position = p_.seq_len(tile_.seq) - tile_.query_len +
+                                 (tile_.first_row + row) / group_;
+        scores.slope = p_.alibi_slopes[row_target(head, row).head];
+        scores.distance = static_cast<float>(begin - position);
+      }
+      scratch_.keep[index] = weigh(scores, tile_scales, p_.softcap,
+                                   scratch_.weights + index * kTile, state.max[index],
+                                   state.sum[index]);
+    }
+  }
+
+  void add_head(const TileRows& rows, int head, Prefetcher& prefetcher, State state) {
+    for (int row = 0; row < num_rows_;) {
+      const Visible visible = visible_[row];
+      int count = 1;  // rows that see the same tokens share a register tile
+      while (count < kMaxRows && row + count < num_rows_ &&
+             visible_[row + count].begin == visible.begin &&
+             visible_[row + count].end == visible.end) {
+        ++count;
+      }
+      if (visible.begin < visible.end) {
+        const ValueTile tile{rows.value, head * p_.value_cache.head_stride, visible.begin,
+                             visible.end};
+        const int64_t index = int64_t{head} * num_rows_ + row;
+        with_row_count(count, [&](auto constant) {
+          add_values<kKv, constant.value>(tile, scratch_.weights + index * kTile,
+                                          scratch_.keep + index, stride_, p_.shape.head_dim,
+                                          prefetcher, ahead(), state.out + index * stride_);
+        });
+      }
+      row += count;
+    }
+  }
+
+  void merge(State total, State next) {
+    for (int64_t row = 0; row < all_rows_; ++row) {
+      merge_row(total, next, row, stride_, p_.shape.head_dim);
+    }
+  }
+
+  State saved(float* slot) const { return carve_state(slot, all_rows_, stride_); }
+
+  void save(State state, float* slot) const {
+    __builtin_memcpy(slot, state.out, state_floats(all_rows_, p_.shape.head_dim) * sizeof(float));
+  }
+
+  void finish(State state) {
+    for (int head = 0; head < run_.num_heads; ++head) {
+      for (int row = 0; row < num_rows_; ++row) finish_row(state, head, row);
+    }
+  }
+
+  void finish_row(State state, int head, int row) {
+    const RowTarget target = row_target(head, row);
+    const int64_t index = int64_t{head} * num_rows_ + row;
+    float* out = state.out + index * stride_;
+    float max = state.max[index], sum = state.sum[index];
+    float keep = 1.f;
+    if (p_.sinks != nullptr) {
+      // A logit without a value: it takes part in the denominator alone.
+      const float sink = p_.sinks[target.head];
+      const float with_sink = larger(max, sink);
+      keep = __builtin_expf(max - with_sink);
+      sum = sum * keep + __builtin_expf(sink - with_sink);
+      max = with_sink;
+    }
+    const bool empty = sum == 0.f;
+    const float factor = empty ? 0.f : keep / sum;
+    for (int i = 0; i < p_.shape.head_dim; ++i) out[i] *= factor;
+    dispatch_float(p_.query_dtype, [&](auto dtype) {
+      store_row<dtype.value>(p_.out.data, p_.row(p_.out, target.token, target.head),
+                             p_.shape.head_dim, out);
+    });
+    if (p_.lse != nullptr) {
+      p_.lse[target.token * p_.num_q_heads + target.head] =
+          empty ? -__builtin_inff() : max + __builtin_logf(sum);
+    }
+  }
+
+  struct Visible {
+    int begin;
+    int end;
+  };
+
+  const DecodeParams& p_;
+  const Run& run_;
+  const int64_t chunk_size_;
+  const int stride_;
+  const RowTile tile_;
+  const int num_rows_;
+  const int64_t all_rows_;
+  const int64_t group_;
+  const Scratch scratch_;
+  bool all_visible_ = false;
+  Visible visible_[kMaxTileRows];
+};
+

@@ -6,6 +6,9 @@
 
 namespace paged_attn::cpu {
 
+// torch.get_num_threads(), or 1 inside a parallel region.
+int64_t num_threads();
+
 // Calls body(begin, end, context) for disjoint ranges that cover [0, count).
 void parallel_for(int64_t count, void (*body)(int64_t begin, int64_t end, void* context),
                   void* context);
