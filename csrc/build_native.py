@@ -34,7 +34,7 @@ SHARED_BINDINGS = (
 ISA_FLAGS = {"portable": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     # g++ 12 takes what its own AVX-512 intrinsics leave undefined for a mistake of ours.
-    AVX512 = "-march=x86-64-v4 -Wno-maybe-uninitialized"
+    AVX512 = "-march=x86-64-v4 -Wno-uninitialized -Wno-maybe-uninitialized"
     ISA_FLAGS |= {"avx2": "-mavx2 -mfma -mf16c", "avx512": AVX512}
     ISA_FLAGS["avx512bf16"] = f"{AVX512} -mavx512bf16"
 

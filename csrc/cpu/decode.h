@@ -7,18 +7,19 @@
 
 // What a run works on, carved from floats that the caller provides.
 struct Scratch {
-  float* query;    // [heads, rows, stride]; bfloat16 where keys are multiplied as pairs
-  State total;     // of all chunks so far
-  State chunk;     // of the current one
-  float* weights;  // [heads, rows, kTile]
-  float* keep;     // [heads, rows]
+  float* query;        // [heads, rows, stride]; bfloat16 where keys are multiplied as pairs
+  State total;         // of all chunks so far
+  State chunk;         // of the current one
+  float* weights;      // [heads, rows, kTile]
+  float* keep;         // [heads, rows]
+  TileScales* scales;  // [heads]
 };
 
 inline int padded(int head_dim) {
   return static_cast<int>((head_dim + kPadding - 1) / kPadding * kPadding);
 }
 
-inline State carve_state(float*& next, int64_t rows, int stride) {
+inline State carve_state(float*& next, int64_t rows, int64_t stride) {
   State state;
   state.out = next;
   state.max = state.out + rows * stride;
@@ -29,8 +30,10 @@ inline State carve_state(float*& next, int64_t rows, int stride) {
 
 inline int64_t state_floats(int64_t rows, int head_dim) { return rows * (padded(head_dim) + 2); }
 
-inline Scratch carve_scratch(float* next, int64_t rows, int stride) {
+inline Scratch carve_scratch(float* next, int64_t heads, int64_t rows, int64_t stride) {
   Scratch s;
+  s.scales = reinterpret_cast<TileScales*>(next);
+  next += heads * sizeof(TileScales) / sizeof(float);
   s.query = next;
   next += rows * stride;
   s.weights = next;
@@ -41,7 +44,7 @@ inline Scratch carve_scratch(float* next, int64_t rows, int stride) {
   return s;
 }
 
-inline void clear(State state, int64_t rows, int stride) {
+inline void clear(State state, int64_t rows, int64_t stride) {
   for (int64_t i = 0; i < rows * stride; ++i) state.out[i] = 0.f;
   for (int64_t r = 0; r < rows; ++r) {
     state.max[r] = kLowest;
@@ -61,11 +64,12 @@ class RunWorker {
         num_rows_(tile_.num_rows),
         all_rows_(int64_t{run.num_heads} * num_rows_),
         group_(p.num_q_heads / p.shape.num_kv_heads),
-        scratch_(carve_scratch(scratch, all_rows_, stride_)) {}
+        scratch_(carve_scratch(scratch, run.num_heads, all_rows_, stride_)) {}
 
   // Leaves the result in `out`, or in slots of partial results from `slots` on.
   void work(float* slots, int64_t floats_a_slot) {
     load_queries();
+    if (!scales_by_token()) load_scales(0, kTile);
     bool started = false;
     clear(scratch_.total, all_rows_, stride_);
     if (run_.tokens.begin < run_.tokens.end) {
@@ -73,8 +77,7 @@ class RunWorker {
       Prefetcher prefetcher(source, run_.tokens.begin, run_.tokens.end);
       int64_t slot = run_.slot;
       for (int64_t begin = run_.tokens.begin; begin < run_.tokens.end;) {
-        const int64_t end =
-            smaller((begin / chunk_size_ + 1) * chunk_size_, run_.tokens.end);
+        const int64_t end = smaller((begin / chunk_size_ + 1) * chunk_size_, run_.tokens.end);
         const bool separate = !run_.first;
         const State state = started || separate ? scratch_.chunk : scratch_.total;
         if (started || separate) clear(state, all_rows_, stride_);
@@ -144,9 +147,13 @@ class RunWorker {
       const int64_t used = 2 * (begin - run_.tokens.begin) * token_bytes;
       prefetcher.reach(used);
       find_visible(begin, rows.count);
+      if (scales_by_token()) load_scales(begin, rows.count);
+      // A head's scores are stored in pieces and loaded as whole vectors, for which the processor
+      // waits until they have left the store buffer: hence one head later.
+      score_head(rows, 0, prefetcher);
       for (int head = 0; head < run_.num_heads; ++head) {
-        score_head(rows, head, prefetcher);
-        weigh_head(begin, rows.count, head, state);
+        if (head + 1 < run_.num_heads) score_head(rows, head + 1, prefetcher);
+        weigh_head(begin, head, state);
       }
       prefetcher.reach(used + rows.count * token_bytes);
       for (int head = 0; head < run_.num_heads; ++head) add_head(rows, head, prefetcher, state);
@@ -170,46 +177,48 @@ class RunWorker {
     }
   }
 
-  // Bytes to prefetch for each vector that is loaded, shared by the passes over the same rows.
-  int ahead() const {
-    const int passes = (num_rows_ + kMaxRows - 1) / kMaxRows;
-    return kWidth * element_size(kKv) / passes;
-  }
-
   void score_head(const TileRows& rows, int head, Prefetcher& prefetcher) {
     const int64_t offset = head * p_.key_cache.head_stride;
+    const int64_t bytes = kKeys * p_.shape.head_dim * static_cast<int64_t>(element_size(kKv));
     for (int t = 0; t < rows.count; t += kKeys) {
+      Stretch ahead = prefetcher.take(bytes);
       for (int row = 0; row < num_rows_; row += kMaxRows) {
         const float* query = scratch_.query + element(head, row);
         float* scores = scratch_.weights + (int64_t{head} * num_rows_ + row) * kTile + t;
         with_row_count(num_rows_ - row, [&](auto count) {
           score_keys<kKv, count.value>(query, stride_, rows.key + t, offset, p_.shape.head_dim,
-                                       prefetcher, kKeys * ahead(), scores);
+                                       ahead, scores);
         });
+        ahead.factor = 0;  // one pass over the keys asks
       }
     }
   }
 
-  TileScales scales(int64_t begin, int count, int head) const {
-    const int64_t kv_head = run_.first_head + head;
-    TileScales scales;
-    const bool by_token = p_.k_scale.token_stride != 0 || p_.k_scale.block_stride != 0 ||
-                          p_.v_scale.token_stride != 0 || p_.v_scale.block_stride != 0;
-    for (int t = 0; t < kTile; ++t) {
-      int64_t block = 0, offset = 0;
-      if (by_token) {
-        const int64_t token = begin + (t < count ? t : count - 1);
-        block = p_.block_tables.block(tile_.seq, token / p_.shape.block_size);
-        offset = token % p_.shape.block_size;
-      }
-      scales.key[t] = p_.scale * kUnit<kKv> * p_.k_scale.at(block, offset, kv_head);
-      scales.value[t] = kUnit<kKv> * p_.v_scale.at(block, offset, kv_head);
-    }
-    return scales;
+  bool scales_by_token() const {
+    return p_.k_scale.token_stride != 0 || p_.k_scale.block_stride != 0 ||
+           p_.v_scale.token_stride != 0 || p_.v_scale.block_stride != 0;
   }
 
-  void weigh_head(int64_t begin, int count, int head, State state) {
-    const TileScales tile_scales = scales(begin, count, head);
+  // Of the tokens from `begin` on; the same for all tiles unless there is one scale a token.
+  void load_scales(int64_t begin, int count) {
+    for (int64_t head = 0; head < run_.num_heads; ++head) {
+      const int64_t kv_head = run_.first_head + head;
+      TileScales& scales = scratch_.scales[head];
+      for (int t = 0; t < kTile; ++t) {
+        int64_t block = 0, offset = 0;
+        if (scales_by_token()) {
+          const int64_t token = begin + (t < count ? t : count - 1);
+          block = p_.block_tables.block(tile_.seq, token / p_.shape.block_size);
+          offset = token % p_.shape.block_size;
+        }
+        scales.key[t] = p_.scale * kUnit<kKv> * p_.k_scale.at(block, offset, kv_head);
+        scales.value[t] = kUnit<kKv> * p_.v_scale.at(block, offset, kv_head);
+      }
+    }
+  }
+
+  void weigh_head(int64_t begin, int head, State state) {
+    const TileScales& scales = scratch_.scales[head];
     for (int row = 0; row < num_rows_; ++row) {
       const int64_t index = int64_t{head} * num_rows_ + row;
       const Visible visible = visible_[row];
@@ -217,16 +226,15 @@ class RunWorker {
         scratch_.keep[index] = 1.f;
         continue;
       }
-      RowScores scores{visible.begin, visible.end, 0.f, 0.f};
+      RowScores row_scores{visible.begin, visible.end, 0.f, 0.f};
       if (p_.alibi_slopes != nullptr) {
-        const int64_t position = p_.seq_len(tile_.seq) - tile_.query_len +
-                                 (tile_.first_row + row) / group_;
-        scores.slope = p_.alibi_slopes[row_target(head, row).head];
-        scores.distance = static_cast<float>(begin - position);
+        const int64_t position =
+            p_.seq_len(tile_.seq) - tile_.query_len + (tile_.first_row + row) / group_;
+        row_scores.slope = p_.alibi_slopes[row_target(head, row).head];
+        row_scores.distance = static_cast<float>(begin - position);
       }
-      scratch_.keep[index] = weigh(scores, tile_scales, p_.softcap,
-                                   scratch_.weights + index * kTile, state.max[index],
-                                   state.sum[index]);
+      scratch_.keep[index] = weigh(row_scores, scales, p_.softcap, scratch_.weights + index * kTile,
+                                   state.max[index], state.sum[index]);
     }
   }
 
@@ -244,9 +252,9 @@ class RunWorker {
                              visible.end};
         const int64_t index = int64_t{head} * num_rows_ + row;
         with_row_count(count, [&](auto constant) {
-          add_values<kKv, constant.value>(tile, scratch_.weights + index * kTile,
-                                          scratch_.keep + index, stride_, p_.shape.head_dim,
-                                          prefetcher, ahead(), state.out + index * stride_);
+          add_values<kKv, constant.value>(
+              tile, scratch_.weights + index * kTile, scratch_.keep + index, stride_,
+              p_.shape.head_dim, row == 0 ? &prefetcher : nullptr, state.out + index * stride_);
         });
       }
       row += count;
@@ -306,7 +314,7 @@ class RunWorker {
   const DecodeParams& p_;
   const Run& run_;
   const int64_t chunk_size_;
-  const int stride_;
+  const int64_t stride_;
   const RowTile tile_;
   const int num_rows_;
   const int64_t all_rows_;
@@ -315,4 +323,3 @@ class RunWorker {
   bool all_visible_ = false;
   Visible visible_[kMaxTileRows];
 };
-

@@ -10,10 +10,14 @@
 #include <immintrin.h>
 #endif
 
+#include <type_traits>
+#include <utility>
+
 #include "cpu/parallel.h"
 #include "dispatch.h"
 #include "params.h"
 
+#define PAGED_ATTN_INLINE __attribute__((always_inline))
 #define PAGED_ATTN_JOIN_(a, b) a##b
 #define PAGED_ATTN_JOIN(a, b) PAGED_ATTN_JOIN_(a, b)
 #define PAGED_ATTN_STRING_(a) #a
@@ -90,8 +94,7 @@ void write_cache(const CacheWriteParams& params) {
 
 void gather_cache(const GatherParams& params) {
   dispatch_float(params.output_dtype, [&](auto output) {
-    dispatch_any(params.kv_dtype,
-                 [&](auto kv) { gather_typed<kv.value, output.value>(params); });
+    dispatch_any(params.kv_dtype, [&](auto kv) { gather_typed<kv.value, output.value>(params); });
   });
 }
 

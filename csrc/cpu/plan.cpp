@@ -21,7 +21,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class Planner {
  public:
-  Planner(const DecodeParams& params, Plan& plan) : plan_(plan), num_kv_heads_(params.shape.num_kv_heads) {
+  Planner(const DecodeParams& params, Plan& plan)
+      : plan_(plan), num_kv_heads_(params.shape.num_kv_heads) {
     const int64_t num_tiles = params.num_row_tiles(plan.tile_rows);
     tiles_.reserve(num_tiles);
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
@@ -112,7 +113,8 @@ class Planner {
       if (!last) next_thread();
     } while (begin < tile.range.end);
     if (plan_.num_slots > first_slot) {
-      plan_.merges.push_back({tile.index, head, num_heads, first_slot, plan_.num_slots - first_slot});
+      plan_.merges.push_back(
+          {tile.index, head, num_heads, first_slot, plan_.num_slots - first_slot});
     }
   }
 
@@ -170,7 +172,8 @@ Plan make_plan(const DecodeParams& params, int32_t chunk_size, int64_t num_threa
   const int64_t rows = int64_t{plan.max_heads} * plan.tile_rows;
   const int64_t stride = ceil_div(shape.head_dim, kPadding) * kPadding;
   plan.slot_floats = rows * (stride + 2);
-  plan.scratch_floats = 2 * plan.slot_floats + rows * (stride + kTileTokens + 1);
+  plan.scratch_floats =
+      2 * plan.slot_floats + rows * (stride + kTileTokens + 1) + 2 * kTileTokens * plan.max_heads;
   return plan;
 }
 

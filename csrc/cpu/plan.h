@@ -36,7 +36,7 @@ inline constexpr int kMaxTileRows = 64;
 // Rows of queries and of partial results have a multiple of this many elements, the last ones 0.
 inline constexpr int64_t kPadding = 32;
 // Tokens whose scores are kept before their values are added.
-inline constexpr int64_t kTileTokens = 16;
+inline constexpr int64_t kTileTokens = 32;
 
 struct Plan {
   int32_t chunk_size;

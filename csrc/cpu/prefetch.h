@@ -47,12 +47,23 @@ struct Source {
   }
 };
 
+// To L2: measured on two processors, to L1 or past the caches gains nothing over not asking.
+inline void prefetch(const char* line) { __builtin_prefetch(line, 0, 2); }
+
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Lines for a kernel to ask for. With factor 0 it asks for one that is there: nearly free, and no
+// branch in its loop.
+struct Stretch {
+  const char* begin;
+  int64_t factor;
+
+  static Stretch none(const char* line) { return {line, 0}; }
+};
+
 // Walks the rows of a run of tokens in the order of memory: of each tile the keys, then the values.
-// To L2, every line: measured on two processors, prefetching to L1 or past the caches, or every
-// second line, gains nothing over none. The processor's own prefetcher stops at every page and
-// cannot know the next block.
+// Every line: every second one is worse than none. The processor's own prefetcher stops at every
+// page and cannot know the next block.
 class Prefetcher {
  public:
   Prefetcher(const Source& source, int64_t begin, int64_t end)
@@ -67,28 +78,38 @@ class Prefetcher {
     while (asked_bytes_ < used_bytes + kAheadBytes && !done_) ask();
   }
 
-  // `bytes` more have been used.
-  void step(int64_t bytes) {
-    credit_ += bytes;
-    while (credit_ >= kLineBytes) {
-      credit_ -= kLineBytes;
-      ask();
+  // What a kernel that is about to use `bytes` should ask for, spread over its own loads. Of what
+  // does not lie in one piece, all but the last piece is asked for at once.
+  Stretch take(int64_t bytes) {
+    while (segment_end_ - line_ < bytes && !done_) {
+      bytes -= segment_end_ - line_;
+      for (const char* end = segment_end_; line_ < end;) prefetch_line();
+      next_segment();
+      if (bytes <= 0) return Stretch::none(line_);
     }
+    if (done_) return Stretch::none(line_);
+    const Stretch stretch{line_, 1};
+    const int64_t advance = (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+    asked_bytes_ += advance;
+    line_ += advance;
+    if (line_ >= segment_end_) next_segment();
+    return stretch;
   }
 
  private:
-  void ask() {
-    __builtin_prefetch(line_, 0, 2);
+  void prefetch_line() {
+    prefetch(line_);
     line_ += kLineBytes;
     asked_bytes_ += kLineBytes;
+  }
+
+  void ask() {
+    prefetch_line();
     if (line_ >= segment_end_) next_segment();
   }
 
   __attribute__((noinline)) void next_segment() {
-    if (done_) {
-      line_ -= kLineBytes;
-      return;
-    }
+    if (done_) return;
     if (++segment_ == num_segments_) {
       if (values_) {
         enter_tile();
@@ -103,7 +124,7 @@ class Prefetcher {
   void enter_tile() {
     if (next_tile_ >= end_) {
       done_ = true;
-      line_ -= kLineBytes;
+      line_ -= kLineBytes;  // some line that has been asked for
       segment_end_ = line_;
       return;
     }
@@ -159,5 +180,4 @@ class Prefetcher {
   const char* line_ = nullptr;
   const char* segment_end_ = nullptr;
   int64_t asked_bytes_ = 0;
-  int64_t credit_ = 0;
 };

@@ -39,9 +39,9 @@ inline float max_of(Vec x) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
-// sums[i] = the sum of the elements of x[i].
-inline void store_sums(const Vec (&x)[4], float* sums) {
-  const Vec all = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+// sums[i] = the sum of the elements of the i-th vector.
+inline void store_sums(Vec a, Vec b, Vec c, Vec d, float* sums) {
+  const Vec all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
   _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 }
 

@@ -1,9 +1,10 @@
-// Vectors of 16 floats: AVX-512 F, BW, DQ and VL; with AVX512_BF16, products of bfloat16 pairs, too.
-// Included by cpu/kernels.cpp inside a level's namespace; cpu/simd.h says what a level must define.
+// Vectors of 16 floats: AVX-512 F, BW, DQ and VL; with AVX512_BF16, products of bfloat16 pairs,
+// too. Included by cpu/kernels.cpp inside a level's namespace; cpu/simd.h says what a level must
+// define.
 
 using Vec = __m512;
 constexpr int kWidth = 16;
-constexpr int kMaxRows = 4;  // of a register tile: 4 rows x 4 vectors, of 32 registers
+constexpr int kMaxRows = 4;              // of a register tile: 4 rows x 4 vectors, of 32 registers
 constexpr float kZeroExponent = -200.f;  // scale_by_power_of_2 of it is 0
 
 inline Vec splat(float x) { return _mm512_set1_ps(x); }
@@ -28,10 +29,10 @@ inline __m256 fold(Vec x) {
 inline float sum_of(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float max_of(Vec x) { return _mm512_reduce_max_ps(x); }
 
-// sums[i] = the sum of the elements of x[i].
-inline void store_sums(const Vec (&x)[4], float* sums) {
-  const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-  const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+// sums[i] = the sum of the elements of the i-th vector.
+inline void store_sums(Vec a, Vec b, Vec c, Vec d, float* sums) {
+  const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   const __m256 all =
       fold(_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)));
   _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
@@ -49,7 +50,8 @@ inline Vec widen_e5m2(__m128i bytes) {
 // As halves with the exponent of e4m3, which is 2^8 too small: see kUnit.
 inline Vec widen_e4m3(__m128i bytes) {
   const __m256i sign_filled = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
-  const __m256i bits = _mm256_and_si256(sign_filled, _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __m256i bits =
+      _mm256_and_si256(sign_filled, _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
   const __mmask16 nan = _mm256_cmpeq_epi16_mask(
       _mm256_or_si256(bits, _mm256_set1_epi16(static_cast<int16_t>(0x8000))),
       _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
@@ -69,7 +71,7 @@ Vec load_stored(const typename Storage<kType>::Type* p) {
     return kType == DType::kF16 ? widen_halves(bits) : widen_bf16(bits);
   } else {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return kType == DType::kI8     ? widen_i8(bytes)
+    return kType == DType::kI8       ? widen_i8(bytes)
            : kType == DType::kF8E5m2 ? widen_e5m2(bytes)
                                      : widen_e4m3(bytes);
   }
@@ -86,7 +88,7 @@ Vec load_stored_half(const typename Storage<kType>::Type* p) {
     return kType == DType::kF16 ? widen_halves(bits) : widen_bf16(bits);
   } else {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return kType == DType::kI8     ? widen_i8(bytes)
+    return kType == DType::kI8       ? widen_i8(bytes)
            : kType == DType::kF8E5m2 ? widen_e5m2(bytes)
                                      : widen_e4m3(bytes);
   }

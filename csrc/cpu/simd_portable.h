@@ -41,12 +41,12 @@ inline Vec copy_sign(Vec magnitude, Vec sign) {
 inline float sum_of(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 inline float max_of(Vec x) { return larger(larger(x[0], x[2]), larger(x[1], x[3])); }
 
-// sums[i] = the sum of the elements of x[i].
-inline void store_sums(const Vec (&x)[4], float* sums) {
-  const Vec ab = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5) +
-                 __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
-  const Vec cd = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5) +
-                 __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+// sums[i] = the sum of the elements of the i-th vector.
+inline void store_sums(Vec a, Vec b, Vec c, Vec d, float* sums) {
+  const Vec ab =
+      __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Vec cd =
+      __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
   store(sums,
         __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
 }

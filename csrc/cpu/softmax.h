@@ -13,19 +13,22 @@ struct State {
 
 // What one row needs to turn its scores into weights.
 struct RowScores {
-  int begin;      // of the tokens that the row sees
+  int begin;  // of the tokens that the row sees
   int end;
-  float slope;    // of ALiBi, 0: none
-  float distance; // of the tile's first token from the query
+  float slope;     // of ALiBi, 0: none
+  float distance;  // of the tile's first token from the query
 };
 
-// Scales of one KV head for the tokens of a tile, what loaded values must be multiplied by included.
+// Scales of one KV head for the tokens of a tile, what loaded values must be multiplied by
+// included.
 struct TileScales {
   float key[kTile];
   float value[kTile];
 };
 
-alignas(64) constexpr float kIota[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+alignas(64) constexpr float kIota[kTile] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
+                                            11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                            22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
 // Replaces a row's scores by weights, scaled for the values; returns what the row's old sums must
 // be multiplied by.

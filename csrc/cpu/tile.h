@@ -12,67 +12,92 @@ constexpr int kKeys = 4;     // of a register tile
 constexpr int kVectors = 4;  // of a register tile
 static_assert(kTile % kKeys == 0 && kTile % kWidth == 0);
 
+// function(constant) for 0 to kCount - 1: a loop that is unrolled before the compiler decides what
+// lives in registers, as loops over arrays of sums would not be.
+template <int kCount, class Function>
+PAGED_ATTN_INLINE inline void unrolled(Function function) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) PAGED_ATTN_INLINE {
+    (function(std::integral_constant<int, kIndex>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
+// Asks for the lines of step `i`, kBytes a step.
+template <int kBytes>
+void prefetch_step(const Stretch& ahead, int i) {
+  for (int line = 0; line < kBytes || line == 0; line += kLineBytes) {
+    prefetch(ahead.begin + (static_cast<int64_t>(i) * kBytes + line) * ahead.factor);
+  }
+}
+
 #if defined(__AVX512BF16__)
 template <int kRows>
-void score_pairs(const float* query, int stride, const uint16_t* const* keys, int head_dim,
-                 Prefetcher& prefetcher, int ahead, Vec (&sums)[kRows][kKeys]) {
+void score_pairs(const float* query, int64_t stride, const uint16_t* const* keys, int head_dim,
+                 const Stretch& ahead, Vec (&sums)[kRows * kKeys]) {
+  const auto* pairs = reinterpret_cast<const uint16_t*>(query);
   for (int i = 0; i < head_dim; i += kPairElements) {
     Pairs key[kKeys];
-    for (int t = 0; t < kKeys; ++t) key[t] = load_pairs(keys[t] + i, head_dim - i);
-    prefetcher.step(2 * ahead);
-    for (int r = 0; r < kRows; ++r) {
-      const auto* row = reinterpret_cast<const uint16_t*>(query + static_cast<int64_t>(r) * stride);
-      const Pairs q = load_pairs(row + i, kPairElements);
-      for (int t = 0; t < kKeys; ++t) sums[r][t] = add_products(sums[r][t], q, key[t]);
-    }
+    unrolled<kKeys>([&](auto t)
+                        PAGED_ATTN_INLINE { key[t] = load_pairs(keys[t] + i, head_dim - i); });
+    prefetch_step<kKeys * kPairElements * 2>(ahead, i / kPairElements);
+    unrolled<kRows>([&](auto r) PAGED_ATTN_INLINE {
+      const Pairs q = load_pairs(pairs + r * stride * 2 + i, kPairElements);
+      unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE {
+        sums[r * kKeys + t] = add_products(sums[r * kKeys + t], q, key[t]);
+      });
+    });
   }
 }
 #endif
 
 template <DType kKv, int kRows>
-void score_floats(const float* query, int stride,
+void score_floats(const float* query, int64_t stride,
                   const typename Storage<kKv>::Type* const* keys, int head_dim,
-                  Prefetcher& prefetcher, int ahead, Vec (&sums)[kRows][kKeys]) {
-  const auto add = [&](int i, const Vec(&key)[kKeys]) {
-    for (int r = 0; r < kRows; ++r) {
-      const Vec q = load(query + static_cast<int64_t>(r) * stride + i);
-      for (int t = 0; t < kKeys; ++t) sums[r][t] = fma(q, key[t], sums[r][t]);
-    }
-  };
+                  const Stretch& ahead, Vec (&sums)[kRows * kKeys]) {
   Vec key[kKeys];
+  const auto add = [&](int i) PAGED_ATTN_INLINE {
+    unrolled<kRows>([&](auto r) PAGED_ATTN_INLINE {
+      const Vec q = load(query + r * stride + i);
+      unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE {
+        sums[r * kKeys + t] = fma(q, key[t], sums[r * kKeys + t]);
+      });
+    });
+  };
   int i = 0;
   for (; i + kWidth <= head_dim; i += kWidth) {
-    for (int t = 0; t < kKeys; ++t) key[t] = load_stored<kKv>(keys[t] + i);
-    prefetcher.step(ahead);
-    add(i, key);
+    unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE { key[t] = load_stored<kKv>(keys[t] + i); });
+    prefetch_step<kKeys * kWidth * element_size(kKv)>(ahead, i / kWidth);
+    add(i);
   }
   if (i < head_dim) {
-    for (int t = 0; t < kKeys; ++t) key[t] = load_last<kKv>(keys[t] + i);
-    add(i, key);
+    unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE { key[t] = load_last<kKv>(keys[t] + i); });
+    add(i);
   }
 }
 
-// scores[r * kTile + t] = query row r . key t, for kKeys keys. `stride` is that of query rows;
-// `ahead` the bytes to prefetch for each vector of the keys.
+// scores[r * kTile + t] = query row r . key t, for kKeys keys. `stride` is that of query rows.
 template <DType kKv, int kRows>
-void score_keys(const float* query, int stride, const char* const* rows, int64_t head_offset,
-                int head_dim, Prefetcher& prefetcher, int ahead, float* scores) {
+__attribute__((noinline)) void score_keys(const float* query, int64_t stride,
+                                          const char* const* rows, int64_t head_offset,
+                                          int head_dim, Stretch ahead, float* scores) {
   using Stored = typename Storage<kKv>::Type;
   const Stored* keys[kKeys];
-  for (int t = 0; t < kKeys; ++t) keys[t] = reinterpret_cast<const Stored*>(rows[t]) + head_offset;
-  Vec sums[kRows][kKeys];
-  for (int r = 0; r < kRows; ++r) {
-    for (int t = 0; t < kKeys; ++t) sums[r][t] = splat(0.f);
-  }
+  unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE {
+    keys[t] = reinterpret_cast<const Stored*>(rows[t]) + head_offset;
+  });
+  Vec sums[kRows * kKeys];
+  unrolled<kRows * kKeys>([&](auto n) PAGED_ATTN_INLINE { sums[n] = splat(0.f); });
 #if defined(__AVX512BF16__)
   if constexpr (kUsePairs<kKv>) {
-    score_pairs<kRows>(query, stride, keys, head_dim, prefetcher, ahead, sums);
+    score_pairs<kRows>(query, stride, keys, head_dim, ahead, sums);
   } else
 #endif
   {
-    score_floats<kKv, kRows>(query, stride, keys, head_dim, prefetcher, ahead, sums);
+    score_floats<kKv, kRows>(query, stride, keys, head_dim, ahead, sums);
   }
-  for (int r = 0; r < kRows; ++r) store_sums(sums[r], scores + r * kTile);
+  unrolled<kRows>([&](auto r) PAGED_ATTN_INLINE {
+    const Vec* row = sums + r * kKeys;
+    store_sums(row[0], row[1], row[2], row[3], scores + r * kTile);
+  });
 }
 
 struct ValueTile {
@@ -85,49 +110,57 @@ struct ValueTile {
 // out[r] = out[r] * keep[r] + sum over t of weights[r * kTile + t] * value t, for kCount vectors
 // (the last of 8 elements, if kHalf) from element `i` on.
 template <DType kKv, int kRows, int kCount, bool kHalf>
-void add_vectors(const ValueTile& tile, const float* weights, const float* keep, int stride, int i,
-                 Prefetcher& prefetcher, int ahead, float* out) {
+__attribute__((noinline)) void add_vectors(const ValueTile& tile, const float* weights,
+                                           const float* keep, int64_t stride, int i, Stretch ahead,
+                                           float* out) {
   using Stored = typename Storage<kKv>::Type;
-  Vec sums[kRows][kCount];
-  for (int r = 0; r < kRows; ++r) {
-    const Vec factor = splat(keep[r]);
-    for (int j = 0; j < kCount; ++j) {
-      sums[r][j] = load(out + static_cast<int64_t>(r) * stride + i + j * kWidth) * factor;
-    }
-  }
-  for (int t = tile.begin; t < tile.end; ++t) {
-    const Stored* row = reinterpret_cast<const Stored*>(tile.rows[t]) + tile.head_offset + i;
+  const int64_t offset = tile.head_offset + i;
+  const int begin = tile.begin, end = tile.end;
+  const char* const* rows = tile.rows;
+  out += i;
+  Vec sums[kRows * kCount];
+  unrolled<kRows * kCount>([&](auto n) PAGED_ATTN_INLINE {
+    sums[n] = load(out + n / kCount * stride + n % kCount * kWidth) * splat(keep[n / kCount]);
+  });
+  for (int t = begin; t < end; ++t) {
+    const Stored* row = reinterpret_cast<const Stored*>(rows[t]) + offset;
     Vec value[kCount];
-    for (int j = 0; j < kCount; ++j) {
+    unrolled<kCount>([&](auto j) PAGED_ATTN_INLINE {
       value[j] = kHalf && j == kCount - 1 ? load_last<kKv>(row + j * kWidth)
                                           : load_stored<kKv>(row + j * kWidth);
-    }
-    prefetcher.step(kCount * ahead);
-    for (int r = 0; r < kRows; ++r) {
+    });
+    prefetch_step<kCount * kWidth * element_size(kKv)>(ahead, t - begin);
+    unrolled<kRows>([&](auto r) PAGED_ATTN_INLINE {
       const Vec weight = splat(weights[r * kTile + t]);
-      for (int j = 0; j < kCount; ++j) sums[r][j] = fma(weight, value[j], sums[r][j]);
-    }
+      unrolled<kCount>([&](auto j) PAGED_ATTN_INLINE {
+        sums[r * kCount + j] = fma(weight, value[j], sums[r * kCount + j]);
+      });
+    });
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int j = 0; j < kCount; ++j) {
-      store(out + static_cast<int64_t>(r) * stride + i + j * kWidth, sums[r][j]);
-    }
-  }
+  unrolled<kRows * kCount>([&](auto n) PAGED_ATTN_INLINE {
+    store(out + n / kCount * stride + n % kCount * kWidth, sums[n]);
+  });
 }
 
+// Lines are prefetched meanwhile if `prefetcher` is not null.
 template <DType kKv, int kRows>
-void add_values(const ValueTile& tile, const float* weights, const float* keep, int stride,
-                int head_dim, Prefetcher& prefetcher, int ahead, float* out) {
+void add_values(const ValueTile& tile, const float* weights, const float* keep, int64_t stride,
+                int head_dim, Prefetcher* prefetcher, float* out) {
+  constexpr int kVectorBytes = kWidth * element_size(kKv);
+  const auto ahead = [&](int vectors) {
+    const int bytes = (tile.end - tile.begin) * vectors * kVectorBytes;
+    return prefetcher == nullptr ? Stretch::none(tile.rows[0]) : prefetcher->take(bytes);
+  };
   int i = 0;
   for (; i + kVectors * kWidth <= head_dim; i += kVectors * kWidth) {
-    add_vectors<kKv, kRows, kVectors, false>(tile, weights, keep, stride, i, prefetcher, ahead,
-                                             out);
+    add_vectors<kKv, kRows, kVectors, false>(tile, weights, keep, stride, i, ahead(kVectors), out);
   }
   for (; i + kWidth <= head_dim; i += kWidth) {
-    add_vectors<kKv, kRows, 1, false>(tile, weights, keep, stride, i, prefetcher, ahead, out);
+    add_vectors<kKv, kRows, 1, false>(tile, weights, keep, stride, i, ahead(1), out);
   }
   if (i < head_dim) {
-    add_vectors<kKv, kRows, 1, true>(tile, weights, keep, stride, i, prefetcher, 0, out);
+    add_vectors<kKv, kRows, 1, true>(tile, weights, keep, stride, i, Stretch::none(tile.rows[0]),
+                                     out);
   }
 }
 
