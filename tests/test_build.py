@@ -16,7 +16,7 @@ import paged_attn
 from paged_attn import _ops
 
 ROOT = Path(__file__).resolve().parents[1]
-ISA_LEVELS = ("portable", "avx2", "avx512")
+ISA_LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
 
 
 @pytest.fixture
@@ -268,7 +268,8 @@ CHECK_LEVEL = """
 import os, sys, pytest
 from paged_attn import _ops
 assert _ops._CPU.paged_attn_cpu_isa().decode() == os.environ["PAGED_ATTN_CPU_ISA"]
-tests = ["test_decode.py::test_case", "test_quantised.py::test_rounding_is_torchs_own",
+tests = ["test_decode.py", "test_features.py", "test_dead_slots.py", "test_shapes.py",
+         "test_cpu.py", "test_quantised.py::test_rounding_is_torchs_own",
          "test_merge.py::test_any_shape"]
 arguments = ["-q", "-p", "no:cacheprovider", "--backend", "cpu"]
 sys.exit(pytest.main(arguments + ["tests/" + test for test in tests]))

@@ -43,7 +43,7 @@ LAYERS = (
         r"(params|mma_params|dispatch|backend)\.h|cuda/\w+\.h",
         rf"{STD}|cuda_runtime_api\.h",
     ),
-    Layer("cpu/*", r"(params|dispatch|backend)\.h|cpu/\w+\.h", STD),
+    Layer("cpu/*", r"(params|dispatch|backend)\.h|cpu/\w+\.h", rf"{STD}|immintrin\.h"),
     Layer(
         "bindings/*",
         r"(params|dispatch|backend)\.h|bindings/\w+\.h|cpu/parallel\.h",
@@ -75,6 +75,7 @@ PYTHON_LAYERS = {
     "alibi": {"torch"},
     "reference": {"torch"},
     "_ops": {"torch"},
+    "_memory": {"torch"},
     "decode": {"torch", "_ops"},
     "cache": {"torch", "_ops"},
     "staging": {"torch"},

@@ -23,8 +23,9 @@ namespace cpu {
 
 int64_t num_threads() { return torch::stable::get_num_threads(); }
 
-void parallel_for(int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
-  torch::stable::parallel_for(0, count, 1,
+void parallel_for(int64_t count, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                  void* context) {
+  torch::stable::parallel_for(0, count, grain,
                               [=](int64_t begin, int64_t end) { body(begin, end, context); });
 }
 

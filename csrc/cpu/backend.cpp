@@ -93,7 +93,7 @@ void decode(const DecodeCall& call, Stream /*stream*/) {
   const cpu::Plan plan = cpu::make_plan(params, call.chunk_size, cpu::num_threads());
   float* slots = thread_floats<Purpose::kSlots>(plan.num_slots * plan.slot_floats);
   const auto num_threads = static_cast<int64_t>(plan.ends.size());
-  cpu::parallel_for_each(num_threads, [&](int64_t thread) {
+  cpu::parallel_for_each(num_threads, 1, [&](int64_t thread) {
     const cpu::DecodeMemory memory{thread_floats<Purpose::kScratch>(plan.scratch_floats), slots};
     const int64_t begin = thread == 0 ? 0 : plan.ends[thread - 1];
     for (int64_t run = begin; run < plan.ends[thread]; ++run) {
@@ -101,7 +101,7 @@ void decode(const DecodeCall& call, Stream /*stream*/) {
     }
   });
   if (plan.merges.empty()) return;
-  cpu::parallel_for_each(static_cast<int64_t>(plan.merges.size()), [&](int64_t merge) {
+  cpu::parallel_for_each(static_cast<int64_t>(plan.merges.size()), 1, [&](int64_t merge) {
     const cpu::DecodeMemory memory{thread_floats<Purpose::kScratch>(plan.scratch_floats), slots};
     kernels().combine(params, plan, plan.merges[merge], memory);
   });
@@ -114,7 +114,9 @@ void write_cache(const CacheWriteParams& params, Stream /*stream*/) {
 void gather_cache(const GatherParams& params, Stream /*stream*/) { kernels().gather_cache(params); }
 
 void copy_blocks(const BlockCopyParams& params, Stream /*stream*/) {
-  cpu::parallel_for_each(params.num_pools * params.num_pairs, [&params](int64_t item) {
+  const BlockRuns& runs = params.pools[0];
+  const int64_t grain = cpu::grain_of(runs.outer_count * runs.inner_count * runs.run_bytes);
+  cpu::parallel_for_each(params.num_pools * params.num_pairs, grain, [&params](int64_t item) {
     const int64_t* pair = params.pairs + item % params.num_pairs * 2;
     copy_block(params.pools[item / params.num_pairs], pair[0], pair[1]);
   });

@@ -33,17 +33,50 @@ void write_row(const RowsView& rows, const PoolView& pool, const ScaleView& scal
   store_row<kKv>(pool.data, pool.row(block, offset, head), shape.head_dim, row);
 }
 
+// Heads of one token, byte for byte.
+template <class Element>
+void copy_heads(const Element* from, int64_t from_stride, Element* to, int64_t to_stride,
+                const PagedShape& shape) {
+  if (from_stride == shape.head_dim && to_stride == shape.head_dim) {
+    __builtin_memcpy(to, from, int64_t{shape.num_kv_heads} * shape.head_dim * sizeof(Element));
+    return;
+  }
+  for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+    __builtin_memcpy(to + head * to_stride, from + head * from_stride,
+                     shape.head_dim * sizeof(Element));
+  }
+}
+
+template <DType kInput, DType kKv>
+void write_heads(const RowsView& rows, const PoolView& pool, const ScaleView& scale,
+                 bool compute_scale, int64_t token, int64_t slot, const PagedShape& shape) {
+  if constexpr (kInput == kKv) {
+    if (scale.data == nullptr && scale.value == 1.f) {
+      using Element = typename Storage<kKv>::Type;
+      const int64_t to = pool.row(slot / shape.block_size, slot % shape.block_size, 0);
+      copy_heads(static_cast<const Element*>(rows.data) + rows.row(0, token, 0), rows.head_stride,
+                 static_cast<Element*>(pool.data) + to, pool.head_stride, shape);
+      return;
+    }
+  }
+  for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+    write_row<kInput, kKv>(rows, pool, scale, compute_scale, token, slot, shape, head);
+  }
+}
+
+inline int64_t token_bytes(const PagedShape& shape, DType dtype) {
+  return int64_t{2} * shape.num_kv_heads * shape.head_dim * element_size(dtype);
+}
+
 template <DType kInput, DType kKv>
 void write_cache_typed(const CacheWriteParams& p) {
-  parallel_for_each(p.num_tokens, [&p](int64_t token) {
+  parallel_for_each(p.num_tokens, grain_of(token_bytes(p.shape, kInput)), [&p](int64_t token) {
     const int64_t slot = p.slot_mapping[token];
     if (slot < 0) return;
-    for (int64_t head = 0; head < p.shape.num_kv_heads; ++head) {
-      write_row<kInput, kKv>(p.key, p.key_cache, p.k_scale, p.compute_k_scale, token, slot, p.shape,
-                             head);
-      write_row<kInput, kKv>(p.value, p.value_cache, p.v_scale, p.compute_v_scale, token, slot,
-                             p.shape, head);
-    }
+    write_heads<kInput, kKv>(p.key, p.key_cache, p.k_scale, p.compute_k_scale, token, slot,
+                             p.shape);
+    write_heads<kInput, kKv>(p.value, p.value_cache, p.v_scale, p.compute_v_scale, token, slot,
+                             p.shape);
   });
 }
 
@@ -65,7 +98,7 @@ void clear_row(const RowsView& rows, int64_t row_id, const PagedShape& shape, in
 
 template <DType kKv, DType kOutput>
 void gather_typed(const GatherParams& p) {
-  parallel_for_each(p.num_tokens, [&p](int64_t row_id) {
+  parallel_for_each(p.num_tokens, grain_of(token_bytes(p.shape, kOutput)), [&p](int64_t row_id) {
     const GatheredToken token = p.token(row_id);
     for (int64_t head = 0; head < p.shape.num_kv_heads; ++head) {
       if (token.seq < 0) {
@@ -84,7 +117,8 @@ void gather_typed(const GatherParams& p) {
 
 template <DType kType>
 void merge_typed(const MergeParams& p) {
-  parallel_for_each(p.num_rows, [&p](int64_t row) {
+  const int64_t row_bytes = int64_t{3} * p.head_dim * element_size(kType);
+  parallel_for_each(p.num_rows, grain_of(row_bytes), [&p](int64_t row) {
     const MergeWeights weights = merge_weights(p.lse_a[row], p.lse_b[row]);
     using Element = typename Storage<kType>::Type;
     const int64_t start = row * p.head_dim;
