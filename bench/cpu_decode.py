@@ -2,11 +2,11 @@
 
 Prints, for each dtype of the cache, the rate at which this machine reads memory in order (READ) and
 the share of it at which keys and values are read by paged_attention and by its peers. All are
-measured in turns, over and over; figures are medians. Rounds in which other processes took the cores
-(less CPU time than wall time) are dropped. Needs a C++ compiler for READ.
+measured in turns, over and over; figures are medians. Rounds in which other processes took the
+cores (less CPU time than wall time) are dropped. Needs a C++ compiler for READ.
 
-A share below 0.8 of the one in bench/cpu_figures.json for the same processor is flagged, and the exit
-status is 1; --save writes the figures there.
+A share below 0.8 of the one in bench/cpu_figures.json for the same processor is flagged, and the
+exit status is 1; --save writes the figures there.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def ours(step: CpuStep) -> Call:
 def measure(
     calls: dict[str, Callable[[], Any]], num_bytes: int, options: argparse.Namespace
 ) -> list[Rate]:
-    """Runs all calls in turns, each on cold caches; medians of the rounds that were not disturbed."""
+    """Runs all calls in turns, each on cold caches; medians of the undisturbed rounds."""
     flush = zeros_in_huge_pages((FLUSH_BYTES // 8,), torch.int64)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -156,8 +156,9 @@ def measure(
             cpu, start = time.process_time(), time.perf_counter()
             call()
             wall = time.perf_counter() - start
-            threads = 1 if num_bytes < (1 << 22) else options.threads
-            if time.process_time() - cpu >= BUSY * wall * threads:
+            # Of several threads some wait for the last one, in READ and in ours alike.
+            busy = BUSY if options.threads == 1 else BUSY * BUSY * options.threads
+            if time.process_time() - cpu >= busy * wall:
                 times[name].append(wall)
     rates = []
     for name, good in times.items():
@@ -200,8 +201,8 @@ def run_dtype(name: str, options: argparse.Namespace, reader: Reader) -> dict[st
         return {}
     for rate in rates:
         print(
-            f"  {rate.name:31} {rate.gb_per_s:7.2f} GB/s {100 * rate.gb_per_s / read:6.1f} % of READ"
-            f" {rate.microseconds:10.0f} us, {rate.dropped} rounds dropped"
+            f"  {rate.name:31} {rate.gb_per_s:7.2f} GB/s {100 * rate.gb_per_s / read:6.1f} % of"
+            f" READ {rate.microseconds:10.0f} us, {rate.dropped} rounds dropped"
         )
     return {rate.name: rate.gb_per_s / read for rate in rates}
 
@@ -231,11 +232,15 @@ def check_figures(shares: dict[str, float], key: str, *, save: bool) -> bool:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=4096, help="tokens; a multiple of --block-size")
+    parser.add_argument(
+        "--length", type=int, default=4096, help="tokens; a multiple of --block-size"
+    )
     parser.add_argument("--num-q-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)

@@ -53,7 +53,7 @@ def _module(name: str) -> Any:
 
 
 def gather_and_sdpa(step: CpuStep) -> Call:
-    """torch: index_select of the blocks, then scaled_dot_product_attention."""
+    """Of torch: index_select of the blocks, then scaled_dot_product_attention."""
     _require_plain(step)
 
     def attend() -> Tensor:
@@ -69,7 +69,7 @@ def gather_and_sdpa(step: CpuStep) -> Call:
 
 
 def flex_attention(step: CpuStep) -> Call:
-    """torch: FlexAttention, compiled, over keys and values that were gathered before."""
+    """Of torch: FlexAttention, compiled, over keys and values that were gathered before."""
     _require_plain(step)
     module = _module("torch.nn.attention.flex_attention")
     compiled: Any = torch.compile(module.flex_attention, dynamic=False)
@@ -86,7 +86,7 @@ def flex_attention(step: CpuStep) -> Call:
 
 
 def vllm(step: CpuStep) -> Call:
-    """vLLM's CPU kernel of the first generation, keys in pieces of 16 bytes as it wants them."""
+    """The CPU kernel of vLLM's first generation, keys in pieces of 16 bytes as it wants them."""
     _require_plain(step)
     _module("vllm._custom_ops")
     ops: Any = torch.ops._C
@@ -112,7 +112,7 @@ def vllm(step: CpuStep) -> Call:
 
 
 def ipex(step: CpuStep) -> Call:
-    """Intel's extension for PyTorch, its cache in HND order."""
+    """The kernel of Intel's extension for PyTorch, its cache in HND order."""
     _require_plain(step)
     module = _module("intel_extension_for_pytorch.llm.modules")
     num_kv_heads = step.key_cache.shape[2]

@@ -27,6 +27,7 @@ uint64_t read_piece(const char* data, int64_t bytes) {
 extern "C" uint64_t read_pieces(const char* data, int64_t piece_bytes, const int64_t* pieces,
                                 int64_t count) {
   uint64_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) sum += read_piece(data + pieces[i] * piece_bytes, piece_bytes);
+  for (int64_t i = 0; i < count; ++i)
+    sum += read_piece(data + pieces[i] * piece_bytes, piece_bytes);
   return sum;
 }

@@ -123,7 +123,12 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
         [bindings / f"{name}.cpp" for name in SHARED_BINDINGS], "bindings", "shared"
     )
     yield from lines
-    own = [bindings / "device_cpu.cpp", bindings / "register_cpu.cpp", CSRC / "cpu/backend.cpp", CSRC / "cpu/plan.cpp"]
+    own = [
+        bindings / "device_cpu.cpp",
+        bindings / "register_cpu.cpp",
+        CSRC / "cpu/backend.cpp",
+        CSRC / "cpu/plan.cpp",
+    ]
     objects, lines = compile_steps(own, "bindings", "cpu")
     yield from lines
     for isa, flags in ISA_FLAGS.items():

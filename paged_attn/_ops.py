@@ -231,7 +231,8 @@ def build_info() -> dict[str, Any]:
         A dictionary with the keys `version`, `torch` and `torch_at_build` (versions),
         `cpu_isa` (the instruction-set level in use: "avx512bf16", "avx512", "avx2" or
         "portable"), `cuda` (whether the CUDA library is loaded), `cuda_archs` (what it was built
-        for, 90 for sm_90), and `cuda_problem` (why CUDA is missing or does not fit this machine's GPU, or None).
+        for, 90 for sm_90), and `cuda_problem` (why CUDA is missing or does not fit this machine's
+        GPU, or None).
     """
     isa = _CPU.paged_attn_cpu_isa()
     return {
