@@ -125,9 +125,12 @@ class RunWorker {
       const auto* from = static_cast<const uint16_t*>(p_.query.data) + offset;
       __builtin_memcpy(to, from, p_.shape.head_dim * sizeof(uint16_t));
     } else {
+      float in_order[kMaxHeadDim];
       dispatch_float(p_.query_dtype, [&](auto dtype) {
-        load_row<dtype.value>(p_.query.data, offset, p_.shape.head_dim, to);
+        load_row<dtype.value>(p_.query.data, offset, p_.shape.head_dim, in_order);
       });
+      for (int i = 0; i < p_.shape.head_dim; ++i)
+        to[place<kKv>(i, p_.shape.head_dim)] = in_order[i];
     }
   }
 
@@ -282,7 +285,7 @@ class RunWorker {
   void finish_row(State state, int head, int row) {
     const RowTarget target = row_target(head, row);
     const int64_t index = int64_t{head} * num_rows_ + row;
-    float* out = state.out + index * stride_;
+    const float* out = state.out + index * stride_;
     float max = state.max[index], sum = state.sum[index];
     float keep = 1.f;
     if (p_.sinks != nullptr) {
@@ -295,10 +298,13 @@ class RunWorker {
     }
     const bool empty = sum == 0.f;
     const float factor = empty ? 0.f : keep / sum;
-    for (int i = 0; i < p_.shape.head_dim; ++i) out[i] *= factor;
+    float in_order[kMaxHeadDim];
+    for (int i = 0; i < p_.shape.head_dim; ++i) {
+      in_order[i] = factor * out[place<kKv>(i, p_.shape.head_dim)];
+    }
     dispatch_float(p_.query_dtype, [&](auto dtype) {
       store_row<dtype.value>(p_.out.data, p_.row(p_.out, target.token, target.head),
-                             p_.shape.head_dim, out);
+                             p_.shape.head_dim, in_order);
     });
     if (p_.lse != nullptr) {
       p_.lse[target.token * p_.num_q_heads + target.head] =

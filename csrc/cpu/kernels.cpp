@@ -75,10 +75,11 @@ void decode(const DecodeParams& params, const Plan& plan, const Run& run,
 void combine(const DecodeParams& params, const Plan& plan, const Merge& merge,
              const DecodeMemory& memory) {
   const Run run{.tile = merge.tile, .first_head = merge.first_head, .num_heads = merge.num_heads};
-  // Partial results are float32 whatever the dtype of the cache.
-  RunWorker<DType::kF32>(params, plan, run, memory.scratch)
-      .combine(memory.slots + merge.first_slot * plan.slot_floats, plan.slot_floats,
-               merge.num_slots);
+  dispatch_any(params.kv_dtype, [&](auto kv) {
+    RunWorker<kv.value>(params, plan, run, memory.scratch)
+        .combine(memory.slots + merge.first_slot * plan.slot_floats, plan.slot_floats,
+                 merge.num_slots);
+  });
 }
 
 void merge_states(const MergeParams& params) {

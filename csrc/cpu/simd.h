@@ -47,3 +47,12 @@ Vec load_last(const typename Storage<kType>::Type* p) {
     return load_stored<kType>(p);  // head_dim is a multiple of 8: there is no rest
   }
 }
+
+// Stored element i of a row is at place(i) of queries and outputs: where vectors are loaded two at
+// a time as even and odd places, whole pairs of vectors have that order, too.
+template <DType kType>
+constexpr int place(int i, int head_dim) {
+  constexpr int kPair = 2 * kWidth;
+  if (!kInterleaved<kType> || i >= head_dim / kPair * kPair) return i;
+  return i / kPair * kPair + i % 2 * kWidth + i % kPair / 2;
+}

@@ -58,6 +58,14 @@ inline Vec widen_e4m3(__m128i bytes) {
   return _mm256_cvtph_ps(_mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00))));
 }
 
+// Vectors are loaded one at a time, in order.
+template <DType kType>
+constexpr int kLoadVectors = 1;
+template <DType kType>
+constexpr bool kInterleaved = false;
+template <DType kType>
+void load_two(const typename Storage<kType>::Type* p, Vec& first, Vec& second);
+
 // What a loaded value must be multiplied by.
 template <DType kType>
 constexpr float kUnit = kType == DType::kF8E4m3 ? 256.f : 1.f;

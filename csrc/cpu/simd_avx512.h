@@ -48,14 +48,16 @@ inline Vec widen_e5m2(__m128i bytes) {
   return widen_halves(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
 }
 // As halves with the exponent of e4m3, which is 2^8 too small: see kUnit.
+inline __m512i e4m3_to_halves(__m256i bytes) {
+  const auto all = [](uint32_t bits) { return _mm512_set1_epi16(static_cast<int16_t>(bits)); };
+  const __m512i sign_filled = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7);
+  const __mmask32 nan =
+      _mm512_cmpeq_epi16_mask(_mm512_or_si512(sign_filled, all(0xc000)), all(0xff80));
+  const __m512i bits = _mm512_and_si512(sign_filled, all(0xbf80));
+  return _mm512_mask_mov_epi16(bits, nan, all(0x7e00));
+}
 inline Vec widen_e4m3(__m128i bytes) {
-  const __m256i sign_filled = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
-  const __m256i bits =
-      _mm256_and_si256(sign_filled, _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
-  const __mmask16 nan = _mm256_cmpeq_epi16_mask(
-      _mm256_or_si256(bits, _mm256_set1_epi16(static_cast<int16_t>(0x8000))),
-      _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
-  return widen_halves(_mm256_mask_mov_epi16(bits, nan, _mm256_set1_epi16(0x7e00)));
+  return widen_halves(_mm512_castsi512_si256(e4m3_to_halves(_mm256_zextsi128_si256(bytes))));
 }
 
 // What a loaded value must be multiplied by.
@@ -91,6 +93,29 @@ Vec load_stored_half(const typename Storage<kType>::Type* p) {
     return kType == DType::kI8       ? widen_i8(bytes)
            : kType == DType::kF8E5m2 ? widen_e5m2(bytes)
                                      : widen_e4m3(bytes);
+  }
+}
+
+// Two vectors at a time, where that is cheaper than twice one. Of bfloat16 they are the elements
+// with even and with odd places: a shift and a mask, and no widening.
+template <DType kType>
+constexpr int kLoadVectors = kType == DType::kBf16 || kType == DType::kF8E4m3 ? 2 : 1;
+template <DType kType>
+constexpr bool kInterleaved = kType == DType::kBf16;
+
+template <DType kType>
+void load_two(const typename Storage<kType>::Type* p, Vec& first, Vec& second) {
+  if constexpr (kType == DType::kBf16) {
+    const __m512i words = _mm512_loadu_si512(p);
+    first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    second = _mm512_castsi512_ps(
+        _mm512_and_si512(words, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
+  } else {
+    static_assert(kType == DType::kF8E4m3);
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m512i halves = e4m3_to_halves(bytes);
+    first = widen_halves(_mm512_castsi512_si256(halves));
+    second = widen_halves(_mm512_extracti64x4_epi64(halves, 1));
   }
 }
 

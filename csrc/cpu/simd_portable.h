@@ -70,6 +70,14 @@ inline Vec widen_halves(Words bits) {
   return reinterpret_cast<Vec>(reinterpret_cast<Words>(widen_all<5, 10>(bits)) | full);
 }
 
+// Vectors are loaded one at a time, in order.
+template <DType kType>
+constexpr int kLoadVectors = 1;
+template <DType kType>
+constexpr bool kInterleaved = false;
+template <DType kType>
+void load_two(const typename Storage<kType>::Type* p, Vec& first, Vec& second);
+
 // What a loaded value must be multiplied by.
 template <DType kType>
 constexpr float kUnit = 1.f;

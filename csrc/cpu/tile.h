@@ -49,28 +49,45 @@ void score_pairs(const float* query, int64_t stride, const uint16_t* const* keys
 }
 #endif
 
+// kLoadVectors<kKv> vectors of a row.
+template <DType kKv, int kCount>
+PAGED_ATTN_INLINE inline void load_vectors(const typename Storage<kKv>::Type* p, Vec* vectors) {
+  if constexpr (kCount == 2) {
+    load_two<kKv>(p, vectors[0], vectors[1]);
+  } else {
+    vectors[0] = load_stored<kKv>(p);
+  }
+}
+
 template <DType kKv, int kRows>
 void score_floats(const float* query, int64_t stride,
                   const typename Storage<kKv>::Type* const* keys, int head_dim,
                   const Stretch& ahead, Vec (&sums)[kRows * kKeys]) {
-  Vec key[kKeys];
-  const auto add = [&](int i) PAGED_ATTN_INLINE {
+  constexpr int kCount = kLoadVectors<kKv>;
+  constexpr int kStep = kCount * kWidth;
+  Vec key[kKeys * kCount];  // [keys, vectors]
+  const auto add = [&](int i, int vector) PAGED_ATTN_INLINE {
     unrolled<kRows>([&](auto r) PAGED_ATTN_INLINE {
       const Vec q = load(query + r * stride + i);
       unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE {
-        sums[r * kKeys + t] = fma(q, key[t], sums[r * kKeys + t]);
+        sums[r * kKeys + t] = fma(q, key[t * kCount + vector], sums[r * kKeys + t]);
       });
     });
   };
   int i = 0;
-  for (; i + kWidth <= head_dim; i += kWidth) {
-    unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE { key[t] = load_stored<kKv>(keys[t] + i); });
-    prefetch_step<kKeys * kWidth * element_size(kKv)>(ahead, i / kWidth);
-    add(i);
+  for (; i + kStep <= head_dim; i += kStep) {
+    unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE {
+      load_vectors<kKv, kCount>(keys[t] + i, key + t * kCount);
+    });
+    prefetch_step<kKeys * kStep * element_size(kKv)>(ahead, i / kStep);
+    unrolled<kCount>([&](auto j) PAGED_ATTN_INLINE { add(i + j * kWidth, j); });
   }
-  if (i < head_dim) {
-    unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE { key[t] = load_last<kKv>(keys[t] + i); });
-    add(i);
+  for (; i < head_dim; i += kWidth) {
+    unrolled<kKeys>([&](auto t) PAGED_ATTN_INLINE {
+      key[t * kCount] =
+          i + kWidth <= head_dim ? load_stored<kKv>(keys[t] + i) : load_last<kKv>(keys[t] + i);
+    });
+    add(i, 0);
   }
 }
 
@@ -108,7 +125,7 @@ struct ValueTile {
 };
 
 // out[r] = out[r] * keep[r] + sum over t of weights[r * kTile + t] * value t, for kCount vectors
-// (the last of 8 elements, if kHalf) from element `i` on.
+// (one of 8 elements, if kHalf) from element `i` on.
 template <DType kKv, int kRows, int kCount, bool kHalf>
 __attribute__((noinline)) void add_vectors(const ValueTile& tile, const float* weights,
                                            const float* keep, int64_t stride, int i, Stretch ahead,
@@ -125,10 +142,15 @@ __attribute__((noinline)) void add_vectors(const ValueTile& tile, const float* w
   for (int t = begin; t < end; ++t) {
     const Stored* row = reinterpret_cast<const Stored*>(rows[t]) + offset;
     Vec value[kCount];
-    unrolled<kCount>([&](auto j) PAGED_ATTN_INLINE {
-      value[j] = kHalf && j == kCount - 1 ? load_last<kKv>(row + j * kWidth)
-                                          : load_stored<kKv>(row + j * kWidth);
-    });
+    if constexpr (kHalf) {
+      static_assert(kCount == 1);
+      value[0] = load_last<kKv>(row);
+    } else {
+      constexpr int kLoad = kCount % 2 == 0 ? kLoadVectors<kKv> : 1;
+      unrolled<kCount / kLoad>([&](auto j) PAGED_ATTN_INLINE {
+        load_vectors<kKv, kLoad>(row + j * kLoad * kWidth, value + j * kLoad);
+      });
+    }
     prefetch_step<kCount * kWidth * element_size(kKv)>(ahead, t - begin);
     unrolled<kRows>([&](auto r) PAGED_ATTN_INLINE {
       const Vec weight = splat(weights[r * kTile + t]);
@@ -154,6 +176,9 @@ void add_values(const ValueTile& tile, const float* weights, const float* keep, 
   int i = 0;
   for (; i + kVectors * kWidth <= head_dim; i += kVectors * kWidth) {
     add_vectors<kKv, kRows, kVectors, false>(tile, weights, keep, stride, i, ahead(kVectors), out);
+  }
+  for (; kLoadVectors<kKv> == 2 && i + 2 * kWidth <= head_dim; i += 2 * kWidth) {
+    add_vectors<kKv, kRows, 2, false>(tile, weights, keep, stride, i, ahead(2), out);
   }
   for (; i + kWidth <= head_dim; i += kWidth) {
     add_vectors<kKv, kRows, 1, false>(tile, weights, keep, stride, i, ahead(1), out);
