@@ -5,7 +5,7 @@ constexpr int kTile = kTileTokens;
 constexpr int64_t kLineBytes = 64;
 // How far ahead of its use a line is asked for. Less does not cover the latency of memory, more
 // drops lines from the L1 and L2 caches before their use.
-constexpr int64_t kAheadBytes = 16 << 10;
+constexpr int64_t kAheadBytes = 64 << 10;
 
 // The rows of KV head first_head of up to kTile tokens; past `count` the last token's again, so
 // that reading them is harmless.
@@ -136,25 +136,30 @@ class Prefetcher {
     set_segment();
   }
 
-  // A segment is all heads of a token where those lie side by side (NHD), all tokens of a head
-  // where those do (HND), else one row.
+  // A segment is all heads of a token where those lie side by side (NHD), all tokens of a head in
+  // one block where those do (HND), else one row. HND goes block by block, though a tile may have
+  // several: memory is faster in one stream than in two that take turns.
   void enter_pool(const PoolView& pool) {
     const char* const* rows = values_ ? rows_.value : rows_.key;
     const int64_t count = rows_.count;
+    const int64_t block = smaller(count, source_.p.shape.block_size);
+    const int64_t begin = next_tile_ - count;
     head_bytes_ = pool.head_stride * element_size(source_.p.kv_dtype);
     segment_ = 0;
     const bool heads_joined = head_bytes_ == row_bytes_;
-    const bool tokens_joined = rows[count - 1] - rows[0] == (count - 1) * row_bytes_;
-    tokens_inside_ = pool.head_stride > pool.token_stride;
+    const bool tokens_joined = !heads_joined && count % block == 0 && begin % block == 0 &&
+                               rows[block - 1] - rows[0] == (block - 1) * row_bytes_;
+    tokens_inside_ = !tokens_joined && pool.head_stride > pool.token_stride;
     heads_a_segment_ = heads_joined ? source_.num_heads : 1;
-    tokens_a_segment_ = !heads_joined && tokens_joined ? count : 1;
+    tokens_a_segment_ = tokens_joined ? block : 1;
     num_segments_ = count / tokens_a_segment_ * (source_.num_heads / heads_a_segment_);
   }
 
   void set_segment() {
     const int64_t tokens = rows_.count / tokens_a_segment_;
     const int64_t heads = source_.num_heads / heads_a_segment_;
-    const int64_t token = tokens_inside_ ? segment_ % tokens : segment_ / heads;
+    const int64_t token =
+        (tokens_inside_ ? segment_ % tokens : segment_ / heads) * tokens_a_segment_;
     const int64_t head = tokens_inside_ ? segment_ / tokens : segment_ % heads;
     const char* begin = (values_ ? rows_.value : rows_.key)[token] + head * head_bytes_;
     const char* end = begin + heads_a_segment_ * tokens_a_segment_ * row_bytes_;
