@@ -102,6 +102,16 @@ def nvcc_flags(archs: Sequence[int], *, strict: bool) -> str:
     return " ".join(flags + targets)
 
 
+def compression(nvcc: Path) -> str:
+    """Returns the flag that makes the machine code a quarter of its size.
+
+    Every driver of CUDA 13 can read that; an nvcc before 13 makes code for older ones, too.
+    """
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)", text)
+    return " --compress-mode=size" if release and int(release[1]) >= 13 else ""
+
+
 def ninja_file(out: Path, nvcc: Path | None, *, strict: bool) -> str:
     """Returns the text of build.ninja, which builds the libraries into `out`."""
     return "\n".join(_ninja_lines(out, nvcc, strict=strict)) + "\n"
@@ -144,7 +154,8 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
         return
 
     # nvcc knows where its headers and libraries are: it compiles the host side, and links.
-    command = f"{nvcc} {nvcc_flags(cuda_archs(), strict=strict)} -I{CSRC}"
+    flags = nvcc_flags(cuda_archs(), strict=strict) + compression(nvcc)
+    command = f"{nvcc} {flags} -I{CSRC}"
     yield from _rule("device", f"{command} -MD -MF $out.d -c $in -o $out $flags")
     host = f"{nvcc} -std=c++20 -O2 -I{CSRC} -Xcompiler -fPIC,-fvisibility=hidden"
     yield from _rule("host", f"{host} -MD -MF $out.d -c $in -o $out $flags")
