@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from paged_attn._memory import zeros_in_huge_pages
 from paged_attn.cache import copy_blocks, swap_blocks
 
 __all__ = ["KVPools", "KVShape", "Scale"]
@@ -131,12 +132,13 @@ def _storages(
     heads, size = shape.num_kv_heads, shape.block_size
     block = (size, heads) if shape.layout == "NHD" else (heads, size)
     try:
-        blocks = torch.zeros(
-            (*lead, *block, shape.head_dim),
-            dtype=shape.kv_dtype,
-            device=device,
-            pin_memory=pinned,
-        )
+        size_of_all = (*lead, *block, shape.head_dim)
+        if device.type == "cpu" and not pinned:
+            blocks = zeros_in_huge_pages(size_of_all, shape.kv_dtype)
+        else:
+            blocks = torch.zeros(
+                size_of_all, dtype=shape.kv_dtype, device=device, pin_memory=pinned
+            )
         if not shape.scales_per_token:
             return blocks, None
         scales = torch.zeros(

@@ -271,7 +271,7 @@ assert _ops._CPU.paged_attn_cpu_isa().decode() == os.environ["PAGED_ATTN_CPU_ISA
 tests = ["test_decode.py", "test_features.py", "test_dead_slots.py", "test_shapes.py",
          "test_cpu.py", "test_quantised.py::test_rounding_is_torchs_own",
          "test_merge.py::test_any_shape"]
-arguments = ["-q", "-p", "no:cacheprovider", "--backend", "cpu"]
+arguments = ["-q", "-n0", "-p", "no:cacheprovider", "--backend", "cpu"]
 sys.exit(pytest.main(arguments + ["tests/" + test for test in tests]))
 """
 

@@ -81,7 +81,7 @@ PYTHON_LAYERS = {
     "staging": {"torch"},
     "device_tables": {"torch", "blocks", "staging"},
     "kv_batch": {"torch", "decode", "device_tables"},
-    "kv_pools": {"torch", "cache"},
+    "kv_pools": {"torch", "cache", "_memory"},
     "kv_swap": {"torch", "blocks", "kv_pools", "staging"},
     "kv_cache": {
         "torch",
