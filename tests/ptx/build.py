@@ -45,12 +45,21 @@ def missing() -> str | None:
     return None if native.find_nvcc() else "tests/ptx needs nvcc, and there is none here"
 
 
+def archs_of(name: str) -> tuple[int, ...]:
+    """The architectures that a file of kernels is compiled and run for.
+
+    The instances of the tensor-core kernel are many, and for each there is one.
+    """
+    if name.startswith("decode_mma_bf16"):
+        return (80,)
+    return (90,) if name.startswith("decode_mma_f16") else ARCHS
+
+
 def _nvcc_flags() -> str:
-    """The product's flags, with PTX in place of machine code; -lineinfo only adds .loc lines."""
+    """The product's flags, without architectures; -lineinfo only adds .loc lines."""
     words = native.nvcc_flags(ARCHS, strict=False).split()
     kept = [w for i, w in enumerate(words) if "-gencode" not in (w, words[i - 1] if i else "")]
-    targets = [f"-gencode arch=compute_{a},code=compute_{a}" for a in ARCHS]
-    return " ".join([*kept, *targets, "-lineinfo"])
+    return " ".join([*kept, "-lineinfo"])
 
 
 def _ninja_file() -> tuple[str, Built]:
@@ -67,7 +76,7 @@ def _ninja_file() -> tuple[str, Built]:
         "  deps = gcc",
         "rule nvcc",
         f"  command = mkdir -p $keep && {native.find_nvcc()} {_nvcc_flags()} -I{ROOT}/csrc "
-        "--keep --keep-dir $keep -MD -MF $out.d -c $in -o $out",
+        "$targets --keep --keep-dir $keep -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         # As the product's build: nvcc knows where its headers are.
@@ -102,11 +111,16 @@ def _ninja_file() -> tuple[str, Built]:
     for path in sorted(kernels):
         objects.append(f"{BUILD}/{path.relative_to(ROOT)}.o")
         keep = BUILD / "keep" / path.stem
-        outputs = {arch: keep / f"{path.stem}.compute_{arch}.ptx" for arch in ARCHS}
-        for arch in ARCHS:
-            ptx[arch].append(outputs[arch])
+        archs = archs_of(path.name)
+        outputs = {arch: keep / f"{path.stem}.compute_{arch}.ptx" for arch in archs}
+        if len(archs) == 1:  # nvcc names a single one after the file alone
+            outputs = {archs[0]: keep / f"{path.stem}.ptx"}
+        for arch, output in outputs.items():
+            ptx[arch].append(output)
         names = " ".join(str(output) for output in outputs.values())
+        targets = " ".join(f"-gencode arch=compute_{a},code=compute_{a}" for a in archs)
         lines += [f"build {objects[-1]} | {names}: nvcc {path}", f"  keep = {keep}"]
+        lines.append(f"  targets = {targets}")
     library = BUILD / "libpaged_attn_ptx.so"
     folders = " ".join(f"-L{path} -Wl,-rpath,{path}" for path in torch_libs)
     lines.append(f"build {library}: link {' '.join(objects)}")
