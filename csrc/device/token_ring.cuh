@@ -20,9 +20,8 @@ class TokenRing {
   static constexpr int kRowBytes = kDim * element_size(kKv);
   // Lanes copy pieces of 16 bytes: a tile has at least one for each thread.
   static constexpr int kPieces = kRowBytes / 16;
-  static constexpr bool kWide = kRowBytes == 512 || (kWarps > 1 && kDim == 256);
-  static constexpr int kTokens = kWide ? 16 : kThreads <= 32 * kPieces ? 32 : kThreads / kPieces;
-  static constexpr int kStages = kWarps > 1 ? 4 : kRowBytes <= 128 ? 2 : 1;
+  static constexpr int kTokens = kDim == 256 ? 16 : kPieces < kWarps ? 64 : 32;
+  static constexpr int kStages = kWarps > 1 ? 4 : kTokens * kRowBytes <= 4096 ? 2 : 1;
   // 16 bytes more than a row: the 8 rows of a fragment lie in different banks.
   static constexpr int kPitch = kRowBytes + 16;
   using Tile = unsigned char[kTokens][kPitch];
