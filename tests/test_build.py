@@ -124,7 +124,14 @@ def test_without_nvcc_there_is_a_cpu_library_alone(
     without = native.ninja_file(tmp_path, None, strict=False)
     assert f"{tmp_path}/libpaged_attn_cpu.so" in without
     assert "libpaged_attn_cuda.so" not in without
-    with_nvcc = native.ninja_file(tmp_path, tmp_path / "bin" / "nvcc", strict=False)
+    nvcc = tmp_path / "nvcc"
+    for release, small in (("12.9", False), ("13.0", True)):
+        nvcc.write_text(
+            f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n"
+        )
+        nvcc.chmod(0o755)
+        with_nvcc = native.ninja_file(tmp_path, nvcc, strict=False)
+        assert ("--compress-mode=size" in with_nvcc) == small
     assert f"{tmp_path}/libpaged_attn_cuda.so" in with_nvcc
     instances = sorted((ROOT / "csrc" / "kernels" / "inst").glob("*.cu"))
     assert all(str(instance) in with_nvcc for instance in instances)

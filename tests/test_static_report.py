@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import machine_code
@@ -144,13 +145,17 @@ def test_machine_code_of_f16_on_sm_90(tmp_path: Path) -> None:
     facts = machine_code.read_facts(files, tmp_path)
     compiled = [machine_code.compile_file(path, 90, tmp_path) for path in files]
     rows = static_report.rows_of(compiled, facts, 90)
-    assert [row.key[2:] for row in rows] == [(64, 1), (64, 2), (128, 1), (128, 2), (256, 1)]
-    most = {(64, 1): 0.11, (64, 2): 0.14, (128, 1): 0.08, (128, 2): 0.10, (256, 1): 0.07}
+    shapes = list(itertools.product((64, 128, 256), (8, 16, 128)))
+    assert [row.key[2:] for row in rows] == shapes
+    most = {(64, 8): 0.11, (64, 16): 0.14, (128, 8): 0.08, (128, 16): 0.10, (256, 8): 0.07}
+    most[256, 16] = 0.09
     for row in rows:
         assert (row.resources.spills, row.resources.stack) == (0, 0), row.key
         assert (row.trip.local_accesses, row.trip.narrow_copies) == (0, 0), row.key
         assert row.trip.opcodes["HMMA"] > 0, row.key
         assert row.trip.opcodes["LDSM"] > 0, row.key
+        if row.many_rows:
+            continue
         assert row.trip.kv_bytes == row.facts.tile_bytes, row.key
         assert row.in_flight >= static_report.GOAL_IN_FLIGHT[90], row.key
         assert row.share <= most[row.key[2], row.key[3]], row.key

@@ -48,16 +48,21 @@ SELFTEST_KERNEL(packed_arithmetic) {
   }
 }
 
-// x and y are floats, the low half of z is a pair of 8-bit ones.
+// x and y are floats, the low half of z is a pair of 8-bit ones; every second one is converted as
+// two of four.
 SELFTEST_KERNEL(packed_conversions) {
   uint4* data = static_cast<uint4*>(args.data);
   for (int64_t i = threadIdx.x; i < args.size / 16; i += blockDim.x) {
     const uint4 in = ptx::load_global<uint4>(data + i);
     const float low = ptx::bits_to_float(in.x), high = ptx::bits_to_float(in.y);
     const auto pair = static_cast<uint16_t>(in.z);
+    uint32_t e4m3 = ptx::e4m3x2_to_f16x2(pair);
+    if constexpr (ptx::kHasFp8) {
+      if (i % 2 == 1) e4m3 = ptx::e4m3x4_to_f16x4(in.z).x;
+    }
     ptx::store_global(data + i,
                       make_uint4(ptx::floats_to_f16x2(low, high), ptx::floats_to_bf16x2(low, high),
-                                 ptx::e4m3x2_to_f16x2(pair), ptx::e5m2x2_to_f16x2(pair)));
+                                 e4m3, ptx::e5m2x2_to_f16x2(pair)));
   }
 }
 
