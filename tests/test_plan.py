@@ -8,7 +8,10 @@ import emulator
 import numpy as np
 import pytest
 import torch
+from accuracy import assert_accurate
 from backends import Backend
+from cases import Case, attend, build
+from support import same_bits
 
 from paged_attn import plan_decode
 
@@ -141,6 +144,36 @@ def test_several_tokens(backend: Backend, query_len: int, group: int) -> None:
         for sms in (1, 5, 66):
             cuts, _ = make_plan(backend, lens, shape, sms)
             check_coverage(cuts, row_tokens(lens, shape), 2)
+
+
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_a_sequence_in_many_fragments(backend: Backend, query_len: int) -> None:
+    """More than one CTA merges at once; twice, for the semaphores must have been reset."""
+    hooks = backend.name == "hooks"
+    case = Case(
+        "fragments",
+        seq_lens=(150, 6000, 700),
+        query_lens=query_len,
+        num_q_heads=3,
+        num_kv_heads=1,
+        sinks=True,
+    )
+    inputs = build(case)
+    placed = inputs.on(backend)
+    emulator.configure(sms=12, hooks=hooks)
+    try:
+        plan = plan_decode(
+            placed.seq_lens, num_q_heads=3, num_kv_heads=1, head_dim=64, query_len=query_len
+        )
+        assert plan.tensor is not None
+        cuts = plan.tensor.cpu().numpy()[: 5 * 37].reshape(-1, 5)
+        assert cuts[:, 4].max() > 16
+        out, lse = attend(placed)
+        again, _ = attend(placed)
+    finally:
+        emulator.configure(sms=4, hooks=hooks)
+    assert_accurate(out, inputs, lse)
+    assert same_bits(out, again)
 
 
 def test_nothing_to_do(backend: Backend) -> None:
