@@ -243,3 +243,15 @@ def test_features_together(
     inputs = build(case)
     out, lse = attend(inputs.on(backend), chunk_size=chunk_size)
     assert_accurate(out, inputs, lse)
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BIT_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_scales_differ_over_many_tiles(
+    backend: Backend, head_dim: int, kv_dtype: torch.dtype
+) -> None:
+    # Long enough that every warp sees several tiles, with larger scales in later ones.
+    case = Case("many_tiles", seq_lens=(300, 520), kv_dtype=kv_dtype, scale_kind="token")
+    inputs = build(case.replace(head_dim=head_dim, num_q_heads=8))
+    out, lse = attend(inputs.on(backend))
+    assert_accurate(out, inputs, lse)
