@@ -49,6 +49,10 @@ struct ScaleView {
   constexpr float at(int64_t block, int64_t token, int64_t head) const {
     return data == nullptr ? value : data[index(block, token, head)];
   }
+  // Whether it differs from token to token.
+  constexpr bool by_token() const {
+    return data != nullptr && (block_stride != 0 || token_stride != 0);
+  }
 };
 
 // Rows of query or output: [num_seqs, query_len, num_heads, head_dim], or, with query_len 1,

@@ -171,29 +171,22 @@ def _check_plan(
     if query.dim() not in (3, 4) or key_cache.dim() != 4 or seq_lens.dim() != 1:
         return  # the op says what is wrong
     query_len = 0 if ragged else query.shape[1] if query.dim() == 4 else 1
-    num_tokens = query.shape[0] * (query.shape[1] if query.dim() == 4 else 1)
-    if plan.chunk_size is None and (seq_lens.shape[0], num_tokens) != (
-        plan.num_seqs,
-        plan.num_query_tokens,
-    ):
-        raise ValueError(
-            "paged_attention: plan must be made for this call's (num_seqs, num_query_tokens) "
-            f"{(seq_lens.shape[0], num_tokens)}, got one for "
-            f"{(plan.num_seqs, plan.num_query_tokens)}"
-        )
-    got = (query.shape[-2], key_cache.shape[2], query.shape[-1], query_len, *mask)
-    planned = (
+    num_tokens = query.shape[:-2].numel()
+    got: tuple[object, ...] = (query.shape[-2], key_cache.shape[2], query.shape[-1], query_len)
+    planned: tuple[object, ...] = (
         plan.num_q_heads,
         plan.num_kv_heads,
         plan.head_dim,
         plan.query_len,
-        # Chunks are the same under any mask.
-        *((plan.causal, plan.sliding_window) if plan.chunk_size is None else mask),
     )
+    if plan.chunk_size is None:  # chunks are the same in any batch and under any mask
+        got += (seq_lens.shape[0], num_tokens, *mask)
+        planned += (plan.num_seqs, plan.num_query_tokens, plan.causal, plan.sliding_window)
     if got != planned:
         raise ValueError(
             "paged_attention: plan must be made for this call's (num_q_heads, num_kv_heads, "
-            f"head_dim, query_len, causal, sliding_window) {got}, got one for {planned}"
+            "head_dim, query_len, and without chunk_size num_seqs, num_query_tokens, causal, "
+            f"sliding_window) {got}, got one for {planned}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +13,18 @@ from paged_attn.device_tables import StepLists
 
 __all__ = ["Batch"]
 
-# (query heads, query tokens a sequence or 0 for ragged, causal, sliding window)
-_PlanKey = tuple[int, int, bool, "int | None"]
+
+class PlanKey(NamedTuple):
+    """What a plan is made for, beside the lengths."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_len: int  # 0: ragged
+    causal: bool
+    sliding_window: int | None
+    chunk_size: ChunkSize
+    kv_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Batch:
     block_tables: Tensor  # int32 [num_seqs, max_blocks], -1 past a sequence's blocks
     seq_lens: Tensor  # int32 [num_seqs], the tokens of this step included
     cu_query_lens: Tensor | None  # int32 [num_seqs + 1]; None: one token each
-    plans: dict[_PlanKey, DecodePlan] = field(default_factory=dict, repr=False, compare=False)
+    plans: dict[PlanKey, DecodePlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def plan(self) -> DecodePlan | None:
@@ -57,8 +68,18 @@ class Batch:
         query_len = 0 if ragged else query.shape[1] if query.dim() == 4 else 1
         if num_q_heads == 0 or (query_len == 0 and not ragged):
             return None
-        key = (num_q_heads, query_len, causal, sliding_window)
-        return self._plan(key, heads, head_dim, chunk_size, key_cache.dtype)
+        return self._plan(
+            PlanKey(
+                num_q_heads,
+                heads,
+                head_dim,
+                query_len,
+                causal,
+                sliding_window,
+                chunk_size,
+                key_cache.dtype,
+            )
+        )
 
     def plan_step(
         self,
@@ -66,12 +87,15 @@ class Batch:
         num_kv_heads: int,
         head_dim: int,
         chunk_size: ChunkSize,
-        kv_dtype: torch.dtype | None,
+        kv_dtype: torch.dtype,
     ) -> None:
         """Makes the plan of causal attention of packed queries, which most layers use."""
         query_len = 1 if self.cu_query_lens is None else 0
-        key = (num_q_heads, query_len, True, None)
-        self._plan(key, num_kv_heads, head_dim, chunk_size, kv_dtype)
+        self._plan(
+            PlanKey(
+                num_q_heads, num_kv_heads, head_dim, query_len, True, None, chunk_size, kv_dtype
+            )
+        )
 
     def check_room(self, method: str, query_lens: list[int], max_blocks: int) -> None:
         """Raises ValueError unless a step of this size can be written into this batch."""
@@ -115,45 +139,21 @@ class Batch:
             if mine is not None and new is not None:
                 mine.copy_(new)
         for key, plan in self.plans.items():
-            again = self._make_plan(
-                key, plan.num_kv_heads, plan.head_dim, plan.chunk_size, plan.kv_dtype
-            )
+            again = self._make_plan(key)
             if plan.tensor is not None and again.tensor is not None:
                 plan.tensor.copy_(again.tensor)
         return self
 
-    def _plan(
-        self,
-        key: _PlanKey,
-        num_kv_heads: int,
-        head_dim: int,
-        chunk_size: ChunkSize,
-        kv_dtype: torch.dtype | None,
-    ) -> DecodePlan:
+    def _plan(self, key: PlanKey) -> DecodePlan:
         if key not in self.plans:
-            self.plans[key] = self._make_plan(key, num_kv_heads, head_dim, chunk_size, kv_dtype)
+            self.plans[key] = self._make_plan(key)
         return self.plans[key]
 
-    def _make_plan(
-        self,
-        key: _PlanKey,
-        num_kv_heads: int,
-        head_dim: int,
-        chunk_size: ChunkSize,
-        kv_dtype: torch.dtype | None,
-    ) -> DecodePlan:
-        num_q_heads, query_len, causal, sliding_window = key
-        ragged = query_len == 0
+    def _make_plan(self, key: PlanKey) -> DecodePlan:
+        ragged = key.query_len == 0
         return plan_decode(
             self.seq_lens,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            query_len=1 if ragged else query_len,
+            **key._replace(query_len=1 if ragged else key.query_len)._asdict(),
             cu_query_lens=self.cu_query_lens if ragged else None,
             num_query_tokens=self.slot_mapping.shape[0] if ragged else None,
-            causal=causal,
-            sliding_window=sliding_window,
-            chunk_size=chunk_size,
-            kv_dtype=kv_dtype,
         )

@@ -11,7 +11,7 @@ from backends import Backend
 from cases import LAYOUTS, Case, attend, build
 from support import DTYPE_PAIRS, dtype_id, same_bits
 
-from paged_attn import copy_blocks, reshape_and_cache
+from paged_attn import PagedKVCache, copy_blocks, reshape_and_cache
 from paged_attn._memory import HUGE_PAGE_BYTES, zeros_in_huge_pages
 
 pytestmark = pytest.mark.backends("cpu")
@@ -151,6 +151,11 @@ def test_memory_in_huge_pages(dtype: torch.dtype) -> None:
     part = pool[2, 1]
     del pool  # the memory lives as long as a view of it
     assert bool((part == 1).all())
+
+
+def test_pools_of_a_cache_are_in_huge_pages() -> None:
+    cache = PagedKVCache(2, 64, 16, 4, 64, dtype=torch.float32, num_host_blocks=64)
+    assert cache.key_caches[0].data_ptr() % HUGE_PAGE_BYTES == 0
 
 
 @pytest.mark.parametrize("shape", [(0,), (4, 0, 8), (3, 5)])

@@ -155,6 +155,14 @@ def test_chunked_bits_of_ragged_sequences_do_not_depend_on_the_batch(backend: Ba
         assert same_bits(alone_lse, lse[rows])
 
 
+def test_a_sequence_that_needs_longer_chunks(backend: Backend) -> None:
+    # 64 chunks of 512 tokens do not reach its end.
+    case = Case("longer_chunks", seq_lens=(33000,), num_q_heads=1, num_kv_heads=1, head_dim=8)
+    inputs = build(case)
+    out, lse = attend(inputs.on(backend), chunk_size="auto")
+    assert_accurate(out, inputs, lse)
+
+
 def test_order_of_the_batch(backend: Backend) -> None:
     # Rows of the table are looked up by sequence, whatever their order and whatever ids they hold.
     inputs = build(Case("batch_order", seq_lens=(5, 33, 1, 48, 17), block_size=4)).on(backend)

@@ -242,3 +242,13 @@ def test_plan_for_another_call_is_refused(backend: Backend, change: Args) -> Non
     with pytest.raises(ValueError, match=r"^paged_attention: plan must be made for this call"):
         paged_attn.paged_attention(**args, plan=plan)
     assert bool((args["out"] == 7).all())
+
+
+def test_plan_for_another_batch_is_refused(backend: Backend) -> None:
+    args = place(backend, good("paged_attention"))
+    plan = paged_attn.plan_decode(args["seq_lens"][:1], **PLAN)
+    with pytest.raises(ValueError, match=r"num_seqs, num_query_tokens.*got one for"):
+        paged_attn.paged_attention(**args, plan=plan)
+    # Chunks are the same in any batch.
+    plan = paged_attn.plan_decode(args["seq_lens"][:1], **PLAN, chunk_size=4)
+    paged_attn.paged_attention(**args, plan=plan)

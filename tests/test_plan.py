@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import emulator
 import numpy as np
+import predict
 import pytest
 import torch
 from accuracy import assert_accurate
@@ -174,6 +175,25 @@ def test_a_sequence_in_many_fragments(backend: Backend, query_len: int) -> None:
         emulator.configure(sms=4, hooks=hooks)
     assert_accurate(out, inputs, lse)
     assert same_bits(out, again)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_seqs", "length"),
+    [(4, 64, 1024), (4, 64, 8192), (32, 64, 1024), (32, 1, 65536), (4, 1, 65536), (1, 396, 500)],
+)
+def test_the_prediction_knows_the_rule(
+    backend: Backend, num_kv_heads: int, num_seqs: int, length: int
+) -> None:
+    """bench/predict.py says of equal lengths what the kernel does."""
+    cuts, num_ctas = make_plan(backend, [length] * num_seqs, Shape(num_kv_heads, 8), sms=132)
+    place = cuts[:, 0].astype(np.int64) * num_kv_heads + cuts[:, 1]
+    tokens = place * length + cuts[:, 2]
+    inside = cuts[:, 2] > 0
+    plan = predict.make_plan(num_seqs * num_kv_heads, length, num_ctas)
+    mean = num_seqs * num_kv_heads * length / num_ctas
+    assert plan.imbalance == pytest.approx(np.diff(tokens).max() / mean)
+    assert plan.fragments == inside.sum() + len(np.unique(place[inside]))
+    assert plan.fragments_each == max(1, cuts[:, 4].max())
 
 
 def test_nothing_to_do(backend: Backend) -> None:

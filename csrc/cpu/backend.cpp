@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -89,7 +90,8 @@ void make_plan(const DecodeParams& /*params*/, int32_t /*kv_bytes*/, int32_t* /*
                Stream /*stream*/) {}
 
 void decode(const DecodeCall& call, Stream /*stream*/) {
-  const DecodeParams& params = call.params;
+  DecodeParams params = call.params;
+  params.chunk_size = std::numeric_limits<int32_t>::max();  // the plan knows of chunks
   const cpu::Plan plan = cpu::make_plan(params, call.chunk_size, cpu::num_threads());
   float* slots = thread_floats<Purpose::kSlots>(plan.num_slots * plan.slot_floats);
   const auto num_threads = static_cast<int64_t>(plan.ends.size());

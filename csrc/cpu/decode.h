@@ -197,10 +197,7 @@ class RunWorker {
     }
   }
 
-  bool scales_by_token() const {
-    return p_.k_scale.token_stride != 0 || p_.k_scale.block_stride != 0 ||
-           p_.v_scale.token_stride != 0 || p_.v_scale.block_stride != 0;
-  }
+  bool scales_by_token() const { return p_.k_scale.by_token() || p_.v_scale.by_token(); }
 
   // Of the tokens from `begin` on; the same for all tiles unless there is one scale a token.
   void load_scales(int64_t begin, int count) {

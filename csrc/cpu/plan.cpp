@@ -146,9 +146,7 @@ int32_t tile_rows(const DecodeParams& params) {
 }  // namespace
 
 RowTile whole_row_tile(const DecodeParams& params, int64_t index, int64_t rows) {
-  DecodeParams whole = params;
-  whole.chunk_size = std::numeric_limits<int32_t>::max();
-  return whole.row_tile(index, rows, 0, 0);
+  return params.row_tile(index, rows, /*kv_head=*/0, /*chunk=*/0);
 }
 
 Plan make_plan(const DecodeParams& params, int32_t chunk_size, int64_t num_threads) {

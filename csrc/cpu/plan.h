@@ -51,10 +51,10 @@ struct Plan {
 };
 
 // Equal bytes of keys and values for at most `num_threads` threads. `chunk_size` is the caller's,
-// or 0.
+// or 0; for `params` a sequence is one chunk.
 Plan make_plan(const DecodeParams& params, int32_t chunk_size, int64_t num_threads);
 
-// DecodeParams::row_tile over whole sequences, for code that must not emit inline functions.
+// DecodeParams::row_tile, for code that must not emit inline functions.
 RowTile whole_row_tile(const DecodeParams& params, int64_t index, int64_t rows);
 
 }  // namespace paged_attn::cpu

@@ -38,6 +38,20 @@ inline Vec tanh_of(Vec x) {
   return where_less(magnitude, splat(0.625f), near_zero, copy_sign(far, x));
 }
 
+// What a loaded value must be multiplied by.
+template <DType kType>
+constexpr float kUnit = kE4m3IsScaled && kType == DType::kF8E4m3 ? 256.f : 1.f;
+
+// Two vectors at a time, where that is cheaper than twice one. Of bfloat16 they are the elements
+// with even and with odd places.
+template <DType kType>
+constexpr int kLoadVectors =
+    kLoadsTwo && (kType == DType::kBf16 || kType == DType::kF8E4m3) ? 2 : 1;
+template <DType kType>
+constexpr bool kInterleaved = kLoadsTwo && kType == DType::kBf16;
+template <DType kType>
+void load_two(const typename Storage<kType>::Type* p, Vec& first, Vec& second);
+
 // 8 elements of a row, and zeros where a vector is wider.
 template <DType kType>
 Vec load_last(const typename Storage<kType>::Type* p) {

@@ -5,6 +5,8 @@ using Vec = __m256;
 constexpr int kWidth = 8;
 constexpr int kMaxRows = 2;  // of a register tile: 2 rows x 4 vectors, of 16 registers
 constexpr bool kHasPairProducts = false;
+constexpr bool kLoadsTwo = false;
+constexpr bool kE4m3IsScaled = true;
 constexpr float kZeroExponent = -127.f;  // scale_by_power_of_2 of it is 0
 
 inline Vec splat(float x) { return _mm256_set1_ps(x); }
@@ -57,18 +59,6 @@ inline Vec widen_e4m3(__m128i bytes) {
                       _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
   return _mm256_cvtph_ps(_mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00))));
 }
-
-// Vectors are loaded one at a time, in order.
-template <DType kType>
-constexpr int kLoadVectors = 1;
-template <DType kType>
-constexpr bool kInterleaved = false;
-template <DType kType>
-void load_two(const typename Storage<kType>::Type* p, Vec& first, Vec& second);
-
-// What a loaded value must be multiplied by.
-template <DType kType>
-constexpr float kUnit = kType == DType::kF8E4m3 ? 256.f : 1.f;
 
 template <DType kType>
 Vec load_stored(const typename Storage<kType>::Type* p) {

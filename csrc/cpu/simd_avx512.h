@@ -4,6 +4,8 @@
 
 using Vec = __m512;
 constexpr int kWidth = 16;
+constexpr bool kLoadsTwo = true;
+constexpr bool kE4m3IsScaled = true;
 constexpr int kMaxRows = 4;              // of a register tile: 4 rows x 4 vectors, of 32 registers
 constexpr float kZeroExponent = -200.f;  // scale_by_power_of_2 of it is 0
 
@@ -60,10 +62,6 @@ inline Vec widen_e4m3(__m128i bytes) {
   return widen_halves(_mm512_castsi512_si256(e4m3_to_halves(_mm256_zextsi128_si256(bytes))));
 }
 
-// What a loaded value must be multiplied by.
-template <DType kType>
-constexpr float kUnit = kType == DType::kF8E4m3 ? 256.f : 1.f;
-
 template <DType kType>
 Vec load_stored(const typename Storage<kType>::Type* p) {
   if constexpr (kType == DType::kF32) {
@@ -96,13 +94,7 @@ Vec load_stored_half(const typename Storage<kType>::Type* p) {
   }
 }
 
-// Two vectors at a time, where that is cheaper than twice one. Of bfloat16 they are the elements
-// with even and with odd places: a shift and a mask, and no widening.
-template <DType kType>
-constexpr int kLoadVectors = kType == DType::kBf16 || kType == DType::kF8E4m3 ? 2 : 1;
-template <DType kType>
-constexpr bool kInterleaved = kType == DType::kBf16;
-
+// Of bfloat16 a shift and a mask, and no widening.
 template <DType kType>
 void load_two(const typename Storage<kType>::Type* p, Vec& first, Vec& second) {
   if constexpr (kType == DType::kBf16) {

@@ -10,6 +10,8 @@ constexpr int kMaxRows = 4;  // of a register tile: 4 rows x 4 vectors, of 32 re
 constexpr int kMaxRows = 2;  // 2 rows x 4 vectors, of 16 registers
 #endif
 constexpr bool kHasPairProducts = false;
+constexpr bool kLoadsTwo = false;
+constexpr bool kE4m3IsScaled = false;
 constexpr float kZeroExponent = -127.f;  // scale_by_power_of_2 of it is 0
 
 inline Vec splat(float x) { return Vec{x, x, x, x}; }
@@ -69,18 +71,6 @@ inline Vec widen_halves(Words bits) {
   const Words full = reinterpret_cast<Words>((bits & 0x7c00u) == 0x7c00u) & 0x7f800000u;
   return reinterpret_cast<Vec>(reinterpret_cast<Words>(widen_all<5, 10>(bits)) | full);
 }
-
-// Vectors are loaded one at a time, in order.
-template <DType kType>
-constexpr int kLoadVectors = 1;
-template <DType kType>
-constexpr bool kInterleaved = false;
-template <DType kType>
-void load_two(const typename Storage<kType>::Type* p, Vec& first, Vec& second);
-
-// What a loaded value must be multiplied by.
-template <DType kType>
-constexpr float kUnit = 1.f;
 
 // Four stored numbers, widened to what Vec or Words have of bits. Attributes of a type that depends
 // on a template parameter are ignored: hence one function a type.

@@ -65,14 +65,10 @@ bool make_units(const PoolView& pool, const DecodeParams& params, RowUnits& unit
   return true;
 }
 
-bool is_per_token(const ScaleView& scale) {
-  return scale.data != nullptr && (scale.block_stride != 0 || scale.token_stride != 0);
-}
-
+// What the tensor-core kernel knows beside of a call; false if the pools are out of its reach.
 bool make_mma_params(const DecodeParams& params, DecodeMmaParams& mma) {
-  mma.decode = params;
   mma.query_pairs = words_aligned(params.query);
-  mma.token_scales = is_per_token(params.k_scale) || is_per_token(params.v_scale);
+  mma.token_scales = params.k_scale.by_token() || params.v_scale.by_token();
   mma.block_size = Divider::of(static_cast<uint32_t>(params.shape.block_size));
   return make_units(params.key_cache, params, mma.key_units) &&
          make_units(params.value_cache, params, mma.value_units);
@@ -90,16 +86,15 @@ int mma_rows(const DecodeParams& params, bool chunked) {
   return rows <= 8 ? 8 : rows <= 16 ? 16 : 128;
 }
 
-Choice choose(const DecodeParams& params, bool chunked) {
+// Fills `mma`, but for the call and its plan, where it chooses the tensor-core kernel.
+Choice choose(const DecodeParams& params, bool chunked, DecodeMmaParams& mma) {
   const int32_t head_dim = params.shape.head_dim;
-  DecodeMmaParams unused{};
-  const bool mma = params.query_dtype != DType::kF32 && head_dim <= kMmaMaxHeadDim &&
-                   (is_8bit(params.kv_dtype) ||
-                    (!is_per_token(params.k_scale) && !is_per_token(params.v_scale))) &&
-                   pieces_aligned(params.key_cache, params) &&
-                   pieces_aligned(params.value_cache, params) && make_mma_params(params, unused) &&
-                   compute_capability() >= kMmaCapability;
-  return {mma, rounded_head_dim(head_dim), mma_rows(params, chunked)};
+  const bool fits = params.query_dtype != DType::kF32 && head_dim <= kMmaMaxHeadDim &&
+                    pieces_aligned(params.key_cache, params) &&
+                    pieces_aligned(params.value_cache, params) && make_mma_params(params, mma) &&
+                    (is_8bit(params.kv_dtype) || !mma.token_scales) &&
+                    compute_capability() >= kMmaCapability;
+  return {fits, rounded_head_dim(head_dim), mma_rows(params, chunked)};
 }
 
 int64_t simt_rows(const DecodeParams& params) {
@@ -173,10 +168,10 @@ static_assert(PlanView::words(1023) <= kPlanWords);
 
 template <DType kQuery, DType kKv>
 void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stream) {
-  const Choice choice = choose(params, call.chunk_size != 0);
+  DecodeMmaParams mma{};
+  const Choice choice = choose(params, call.chunk_size != 0, mma);
   params.chunk_size = std::numeric_limits<int32_t>::max();
   params.max_chunks = 1;
-  DecodeMmaParams mma{};
   const bool planned = is_planned(choice, call.chunk_size);
   if (!planned) {
     const Chunks chunks = make_chunks(params, choice, call.chunk_size);
@@ -190,7 +185,7 @@ void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stre
   const unsigned num_ctas = grid_for(items_per_chunk(params, choice) * params.max_chunks);
   if constexpr (kQuery != DType::kF32) {
     if (choice.mma) {
-      make_mma_params(params, mma);
+      mma.decode = params;
       if (planned) {
         mma.plan = plan_view(call.plan, plan_ctas(params, call.plan_kv_bytes));
         mma.fragment_out = call.workspace;
@@ -211,7 +206,8 @@ void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stre
 }  // namespace
 
 DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size, int32_t plan_kv_bytes) {
-  const Choice choice = choose(params, chunk_size != 0);
+  DecodeMmaParams unused{};
+  const Choice choice = choose(params, chunk_size != 0, unused);
   const int64_t row_floats = params.shape.head_dim + 1;
   if (is_planned(choice, chunk_size)) {
     return {true, 2 * int64_t{plan_ctas(params, plan_kv_bytes)} * choice.rows * row_floats};

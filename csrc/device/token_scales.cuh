@@ -6,7 +6,7 @@
 
 namespace paged_attn {
 
-// Lane l holds the scales of tokens l, l + 32, ... of a tile. They are loaded a tile ahead.
+// Lane l holds the scales of tokens l, l + 32, ... of a tile.
 //
 // V's scales go into the probabilities, which are in half precision: as shares of the largest scale
 // so far, so that none overflows and only what hardly counts loses bits.
@@ -24,7 +24,7 @@ class TokenScales {
   }
 
   __device__ float key(int token) const { return of(key_, token); }
-  // As a share of what raise() returned.
+  // After raise(): as a share of largest().
   __device__ float value(int token) const { return of(value_, token); }
 
   // Makes shares of V's scales. What was summed of earlier tiles must be multiplied by the result.

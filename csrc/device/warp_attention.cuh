@@ -19,7 +19,6 @@ namespace paged_attn {
 template <DType kQuery, DType kKv, int kDim, int kColumns, class Ring>
 class WarpAttention {
  public:
-  static constexpr int kRows = 8 * kColumns;
   static constexpr int kTokenTiles = Ring::kTokens / 16;
   static constexpr int kDimTiles = kDim / 16;
   // Scales that differ from token to token are of 8-bit pools.

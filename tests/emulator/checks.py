@@ -43,6 +43,13 @@ def calls_go_to(backend: Backend) -> Iterator[None]:
         _ops.lib = before
 
 
+def names_of(*tensors: Tensor) -> set[str]:
+    """The names of the buffers that tensors lie in."""
+    runtime = emulator.product(hooks=True)
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return {runtime.describe(address).split("'")[1] for address in addresses}
+
+
 def mark_around(tensor: Tensor) -> None:
     """Marks undefined what a placed tensor's storage holds beside its elements."""
     whole = torch.empty(0, dtype=tensor.dtype)
@@ -82,6 +89,15 @@ def check_decode(backend: Backend, case: Case) -> None:
     inputs = build(case)
     out, lse = attend(mark_dead(inputs.on(backend)))
     assert_accurate(out, inputs, lse)
+
+
+def check_fragments(backend: Backend) -> None:
+    """Sequences that several CTAs share, one in more fragments than a CTA merges at once."""
+    emulator.configure(sms=12, hooks=True)
+    lens = (150, 6000, 700)
+    case = Case("fragments", seq_lens=lens, num_q_heads=3, num_kv_heads=1, sinks=True)
+    for _ in range(2):  # the semaphores must have been reset
+        check_decode(backend, case)
 
 
 def _on_cpu(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -221,6 +237,8 @@ _SMALL: dict[str, Any] = {
     "head_dim": 24,
     "block_size": 4,
 }
+# Of several tiles for each warp, the later ones with larger scales.
+_TILES = Case("tiles", seq_lens=(300, 520), kv_dtype=E4M3, scale_kind="token", num_q_heads=8)
 TINY = (
     Case("tiny_chunked", **_SMALL, chunk_size=8, sinks=True, query_lens=2, sliding_window=9),
     Case("tiny_e4m3", **_SMALL, kv_dtype=E4M3, scale_kind="token", layout="hnd"),
@@ -228,9 +246,10 @@ TINY = (
     Case("tiny_key", seq_lens=(1, 1), num_q_heads=2, head_dim=8, chunk_size=4, block_size=2),
 )
 DECODE_CHECKS: dict[str, Check] = {
-    f"decode_{case.name}": partial(check_decode, case=case) for case in (*CASES, *TINY)
+    f"decode_{case.name}": partial(check_decode, case=case) for case in (*CASES, *TINY, _TILES)
 }
 OTHER_CHECKS: dict[str, Check] = {
+    "fragments": check_fragments,
     "cache_f16": partial(check_cache, dtype=F16, kv_dtype=F16),
     "cache_f16_unaligned": partial(check_cache, dtype=F16, kv_dtype=F16, layout="unaligned"),
     "cache_f32_widest": partial(check_cache, dtype=F32, kv_dtype=F32, head_dim=512),

@@ -6,6 +6,7 @@ import pytest
 
 import emulator
 from emulator.fixtures import counters as counters
+from emulator.fixtures import hooks as hooks
 from emulator.harness import Selftest
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import pytest
 import torch
 from backends import Backend
@@ -11,7 +9,7 @@ from cases import make_pools
 
 import emulator
 from emulator import Totals
-from emulator.checks import calls_go_to, hooks_backend
+from emulator.checks import names_of
 from emulator.harness import Selftest, line_of
 from paged_attn import copy_blocks, reshape_and_cache
 
@@ -71,18 +69,6 @@ def test_reduction(hooked: Selftest) -> None:
 # ---- The product ----
 
 
-@pytest.fixture(scope="module")
-def module_backend() -> Backend:
-    return hooks_backend()
-
-
-@pytest.fixture
-def hooks(module_backend: Backend) -> Iterator[Backend]:
-    emulator.configure(seed=0, schedule="random", sms=4, hooks=True)
-    with calls_go_to(module_backend):
-        yield module_backend
-
-
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "stacked"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
 def test_copy_blocks_moves_each_byte_once(
@@ -96,17 +82,12 @@ def test_copy_blocks_moves_each_byte_once(
     (launch,) = counters.launches
     moved = 4 * len(pairs) * block_size * heads * head_dim * dtype.itemsize
     into = launch.select(lambda line: line.write)
-    out_of = launch.select(lambda line: not line.write and line.buffer in names(placed))
+    out_of = launch.select(
+        lambda line: not line.write and line.buffer in names_of(*placed[0], *placed[1])
+    )
     for totals in (into, out_of):
         assert totals.bytes == moved
         assert totals.transactions == totals.ideal == moved // 32
-
-
-def names(placed: Sequence[Sequence[torch.Tensor]]) -> set[str]:
-    """The names of the buffers that tensors lie in."""
-    runtime = emulator.product(hooks=True)
-    addresses = [tensor.untyped_storage().data_ptr() for pair in placed for tensor in pair]
-    return {runtime.describe(address).split("'")[1] for address in addresses}
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "stacked", "interleaved"])
@@ -124,5 +105,5 @@ def test_reshape_and_cache_moves_each_byte_once(
     assert launch.written.bytes == moved
     # Rows of 128 bytes and more, each in one piece or two.
     assert launch.written.transactions == launch.written.ideal * (dtype.itemsize // 2)
-    rows = launch.select(lambda line: not line.write and line.buffer in names([[key, value]]))
+    rows = launch.select(lambda line: not line.write and line.buffer in names_of(key, value))
     assert rows.bytes == moved

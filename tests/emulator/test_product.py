@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 from backends import Backend
 
 import emulator
-from emulator.checks import CHECKS, TINY, Check, calls_go_to, check_decode, hooks_backend
+from emulator.checks import CHECKS, TINY, Check, check_decode
 
 OFTEN: dict[str, Check] = {
     **{case.name: partial(check_decode, case=case) for case in TINY},
     **{name: CHECKS[name] for name in ("cache_f16_e4m3", "copy_e4m3_padded", "merge_f16")},
 }
-
-
-@pytest.fixture(scope="module")
-def module_backend() -> Backend:
-    return hooks_backend()
-
-
-@pytest.fixture
-def hooks(module_backend: Backend) -> Iterator[Backend]:
-    with calls_go_to(module_backend):
-        yield module_backend
-    emulator.configure(seed=0, schedule="random", hooks=True)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from backends import Backend
 from cases import Case, Inputs, attend, build
-from torch import Tensor
 
 import emulator
 from emulator import Launch, Line, Totals
-from emulator.checks import calls_go_to, hooks_backend
-
-
-@pytest.fixture(scope="module")
-def module_backend() -> Backend:
-    return hooks_backend()
-
-
-@pytest.fixture
-def hooks(module_backend: Backend) -> Iterator[Backend]:
-    emulator.configure(seed=0, schedule="random", sms=2, hooks=True)
-    with calls_go_to(module_backend):
-        yield module_backend
-
-
-def names_of(*tensors: Tensor) -> set[str]:
-    """The names of the buffers that tensors lie in."""
-    runtime = emulator.product(hooks=True)
-    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    return {runtime.describe(address).split("'")[1] for address in addresses}
+from emulator.checks import names_of
 
 
 def kv_bytes(case: Case) -> int:
