@@ -117,7 +117,10 @@ def tools() -> tuple[Path, Path]:
 
 def sources(only: str = "") -> list[Path]:
     """Returns the files of instances whose names contain `only`."""
-    return sorted(path for path in (CSRC / "kernels/inst").glob("*.cu") if only in path.stem)
+    found = sorted(path for path in (CSRC / "kernels/inst").glob("*.cu") if only in path.stem)
+    if not found:
+        raise ReportError(f"no file of instances has {only!r} in its name")
+    return found
 
 
 def run(command: Sequence[str | Path]) -> tuple[str, float]:

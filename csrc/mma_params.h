@@ -100,6 +100,7 @@ struct DecodeMmaParams {
   RowUnits key_units;
   RowUnits value_units;
   Divider block_size;
+  uint32_t table_step;  // bytes from one entry of a sequence's table to the next
   // Without cuts the work is cut into chunks: see DecodeParams.
   PlanView plan;
   bool token_scales;    // the scales differ from token to token

@@ -139,6 +139,11 @@ ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack s
     assert found == {"_Z6kernelv": machine_code.Resources(registers=168, stack=24, spills=28)}
 
 
+def test_a_report_on_nothing_is_an_error() -> None:
+    with pytest.raises(machine_code.ReportError, match="'i9' in its name"):
+        machine_code.sources("i9")
+
+
 @pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 def test_machine_code_of_f16_on_sm_90(tmp_path: Path) -> None:
     files = machine_code.sources("decode_mma_f16_f16")
@@ -147,7 +152,7 @@ def test_machine_code_of_f16_on_sm_90(tmp_path: Path) -> None:
     rows = static_report.rows_of(compiled, facts, 90)
     shapes = list(itertools.product((64, 128, 256), (8, 16, 128)))
     assert [row.key[2:] for row in rows] == shapes
-    most = {(64, 8): 0.11, (64, 16): 0.14, (128, 8): 0.08, (128, 16): 0.10, (256, 8): 0.07}
+    most = {(64, 8): 0.11, (64, 16): 0.12, (128, 8): 0.08, (128, 16): 0.10, (256, 8): 0.07}
     most[256, 16] = 0.09
     for row in rows:
         assert (row.resources.spills, row.resources.stack) == (0, 0), row.key

@@ -65,8 +65,13 @@ bool make_units(const PoolView& pool, const DecodeParams& params, RowUnits& unit
   return true;
 }
 
-// What the tensor-core kernel knows beside of a call; false if the pools are out of its reach.
+// What the tensor-core kernel knows beside of a call; false if the pools or tables are out of its
+// reach.
 bool make_mma_params(const DecodeParams& params, DecodeMmaParams& mma) {
+  const BlockTables& tables = params.block_tables;
+  const int64_t step = tables.max_blocks > 1 ? tables.block_stride * int64_t{sizeof(int32_t)} : 0;
+  if (step > std::numeric_limits<uint32_t>::max()) return false;
+  mma.table_step = static_cast<uint32_t>(step);
   mma.query_pairs = words_aligned(params.query);
   mma.token_scales = params.k_scale.by_token() || params.v_scale.by_token();
   mma.block_size = Divider::of(static_cast<uint32_t>(params.shape.block_size));

@@ -56,12 +56,15 @@ __device__ __forceinline__ HalfPairs widen_e4m3_by_shifts(uint32_t bytes) {
           pair(ptx::byte_permute(bytes, 0, 0x3424), ptx::byte_permute(nans, 0, 0xbbaa))};
 }
 
-// What widened keys exceed the stored ones by: see widen().
+// What a widened value of 1 stands for, and what widened keys are too large by: see widen().
 template <DType kKv>
-inline constexpr float kKeyBias = kKv == DType::kI8 ? 1152.f : 0.f;
+inline constexpr float kWideningUnit = kKv == DType::kI8 ? 0x1p24f : 1.f;
+template <DType kKv>
+inline constexpr float kWideningBias = kKv == DType::kI8 ? 0x1p-17f : 0.f;
 
-// The pairs are bytes 0, 1 and 2, 3; or, kEvenOdd, bytes 0, 2 and 1, 3. Integers become exact
-// halves by their bits, and are too large by 1152 then: that is subtracted, or, kBiased, left.
+// The pairs are bytes 0, 1 and 2, 3; or, kEvenOdd, bytes 0, 2 and 1, 3. An integer x becomes the
+// half with the bits of x + 128, a subnormal: exactly 2^-24 of that. The 128 is subtracted, or,
+// kBiased, left.
 template <DType kKv, bool kEvenOdd = false, bool kBiased = false>
 __device__ __forceinline__ HalfPairs widen(uint32_t bytes) {
   if constexpr (kKv == DType::kF8E4m3) {
@@ -76,14 +79,12 @@ __device__ __forceinline__ HalfPairs widen(uint32_t bytes) {
     return {ptx::byte_permute(bytes, 0, kEvenOdd ? 0x2404 : 0x1404),
             ptx::byte_permute(bytes, 0, kEvenOdd ? 0x3414 : 0x3424)};
   } else {
-    // x + 128 in the low bits of 1024.0: subtracting 1152 leaves x.
-    constexpr uint32_t kExponent = 0x64646464u;
-    constexpr uint32_t kBias = 0xe480e480u;  // -1152, twice
+    constexpr uint32_t kMinus128 = 0x80808080u;  // as subnormals, twice
     const uint32_t shifted = bytes ^ 0x80808080u;
-    const uint32_t low = ptx::byte_permute(shifted, kExponent, kEvenOdd ? 0x4240 : 0x4140);
-    const uint32_t high = ptx::byte_permute(shifted, kExponent, kEvenOdd ? 0x4341 : 0x4342);
+    const uint32_t low = ptx::byte_permute(shifted, 0, kEvenOdd ? 0x4240 : 0x4140);
+    const uint32_t high = ptx::byte_permute(shifted, 0, kEvenOdd ? 0x4341 : 0x4342);
     if constexpr (kBiased) return {low, high};
-    return {ptx::add_f16x2(low, kBias), ptx::add_f16x2(high, kBias)};
+    return {ptx::add_f16x2(low, kMinus128), ptx::add_f16x2(high, kMinus128)};
   }
 }
 
@@ -105,17 +106,17 @@ __device__ __forceinline__ uint32_t value_lane_offset() {
 // the shared address of the first token's first dimension, plus key_lane_offset.
 //
 // For 8 bits a lane's four bytes are four neighbouring dimensions, 4t to 4t + 3. They become
-// columns 2t, 2t + 1, 2t + 8, 2t + 9: the query's fragment is permuted alike. kBiased, all are too
-// large by kKeyBias, which is left to whoever sums the products.
-template <DType kKv, bool kBiased>
+// columns 2t, 2t + 1, 2t + 8, 2t + 9: the query's fragment is permuted alike. All are too large by
+// kWideningBias, which is left to whoever knows the sum of the query.
+template <DType kKv>
 __device__ __forceinline__ void load_keys(uint32_t row, FragmentA* fragments) {
   uint32_t words[4];
   ptx::ldmatrix(words, row);
   if constexpr (is_8bit(kKv)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const HalfPairs upper = widen<kKv, false, kBiased>(words[2 * half]);
-      const HalfPairs lower = widen<kKv, false, kBiased>(words[2 * half + 1]);
+      const HalfPairs upper = widen<kKv, false, true>(words[2 * half]);
+      const HalfPairs lower = widen<kKv, false, true>(words[2 * half + 1]);
       fragments[half] = {{upper.low, lower.low, upper.high, lower.high}};
     }
   } else {

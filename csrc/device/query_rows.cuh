@@ -9,26 +9,33 @@
 namespace paged_attn {
 
 // A row's visible keys within the item, its position and its ALiBi slope; rows past the item's
-// last see nothing.
+// last see nothing. And what its products are too large by: see WarpAttention.
 struct RowInfo {
   int begin;
   int end;
   int position;
   float slope;
+  float bias;
 };
 
-__device__ __forceinline__ RowInfo make_row_info(const DecodeParams& p, const RowTile& item,
-                                                 int r) {
-  if (r >= item.num_rows) return {0, 0, 0, 0.f};
+// All but the bias, which is found by other lanes.
+__device__ __forceinline__ void find_row(const DecodeParams& p, const RowTile& item, int r,
+                                         RowInfo& row) {
+  row.begin = 0;
+  row.end = 0;
+  row.position = 0;
+  row.slope = 0.f;
+  if (r >= item.num_rows) return;
   const int64_t group = p.num_q_heads / p.shape.num_kv_heads;
   const int64_t index = (item.first_row + r) / group;
   const TokenRange visible = p.visible({item.seq, index, item.query_len});
   const int64_t begin = visible.begin > item.range.begin ? visible.begin : item.range.begin;
   const int64_t end = visible.end < item.range.end ? visible.end : item.range.end;
   const int64_t position = item.seq < 0 ? 0 : p.seq_len(item.seq) - item.query_len + index;
-  const int64_t head = p.row_target(item, r).head;
-  return {static_cast<int>(begin), static_cast<int>(end), static_cast<int>(position),
-          p.alibi_slopes == nullptr ? 0.f : p.alibi_slopes[head]};
+  row.begin = static_cast<int>(begin);
+  row.end = static_cast<int>(end);
+  row.position = static_cast<int>(position);
+  if (p.alibi_slopes != nullptr) row.slope = p.alibi_slopes[p.row_target(item, r).head];
 }
 
 template <DType kQuery, DType kKv, int kDim, int kColumns>
@@ -39,29 +46,34 @@ class QueryRows {
 
   // Many fragments leave few registers for anything else.
   static constexpr bool kCrowded = kDim / 16 * kColumns > 8;
-  // Whether keys are taken with their bias.
-  static constexpr bool kBiased = kKeyBias<kKv> != 0.f && !kCrowded;
 
   FragmentB fragments[kDim / 16][kColumns];
 
   // What a score is multiplied by: scale, K's scale and log2(e), for row 2t + c of column tile n.
   __device__ float factor(int n, int c) const {
-    if constexpr (kRescaled && kCrowded) {
-      return scale_ * ptx::bits_to_float(inverses_ >> (8 * (2 * n + c)) << 24 >> 1);
-    } else if constexpr (kRescaled) {
-      return factors_[n][c];
-    }
-    return scale_;
+    return kRescaled ? factors_[n][c] : scale_;
   }
 
-  // What the products of rows 2t and 2t + 1 of column tile n start from: it takes back kKeyBias.
-  __device__ const float (&start_of_score(int n) const)[2] { return starts_[kBiased ? n : 0]; }
+  // The sum of row g of column tile n, of the elements as the products have them.
+  __device__ float sum_of_row(int n) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+#pragma unroll
+      for (const uint32_t word : fragments[d][n].words) {
+        const float2 pair = ptx::f16x2_to_float2(word);
+        sum += pair.x + pair.y;
+      }
+    }
+    sum += ptx::shuffle_xor(sum, 1);
+    return sum + ptx::shuffle_xor(sum, 2);
+  }
 
   // From row `first_row` of the item on. `k_scale` is that of all keys.
   __device__ void load(const DecodeMmaParams& params, const RowTile& item, int first_row,
                        float k_scale) {
     const DecodeParams& p = params.decode;
-    scale_ = p.scale * k_scale * kLog2e;
+    scale_ = p.scale * k_scale * kLog2e * kWideningUnit<kKv>;
     const int g = threadIdx.x % ptx::kWarpSize / 4;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -77,16 +89,11 @@ class QueryRows {
         for (int c = 0; c < 2; ++c) {
           const int row = 2 * (threadIdx.x % 4) + c;
           const float inverse = 1.f / ptx::shuffle(row_scale, 4 * row);  // a power of two
-          if constexpr (kCrowded) {
-            inverses_ |= ptx::float_to_bits(inverse) >> 23 << (8 * (2 * n + c));
-          } else {
-            factors_[n][c] = scale_ * inverse;
-          }
+          factors_[n][c] = scale_ * inverse;
         }
       } else {
         load_row(params, offset, live, n, 1.f);
       }
-      if constexpr (kBiased) set_start(n);
     }
   }
 
@@ -98,27 +105,6 @@ class QueryRows {
 
   float scale_;
   float factors_[kColumns][2];  // of rows that are rescaled
-  uint32_t inverses_ = 0;       // or, crowded, the exponents alone of what undoes that
-  float starts_[kBiased ? kColumns : 1][2] = {};
-
-  // Of the fragments, whose elements the products really have.
-  __device__ void set_start(int n) {
-    float sum = 0.f;  // of this lane's part of row g
-#pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-#pragma unroll
-      for (const uint32_t word : fragments[d][n].words) {
-        const float2 pair = ptx::f16x2_to_float2(word);
-        sum += pair.x + pair.y;
-      }
-    }
-    sum += ptx::shuffle_xor(sum, 1);
-    sum += ptx::shuffle_xor(sum, 2);
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      starts_[n][c] = -kKeyBias<kKv> * ptx::shuffle(sum, 4 * (2 * (threadIdx.x % 4) + c));
-    }
-  }
 
   // Two neighbouring elements as a word; 0 past head_dim and past the last row.
   static __device__ uint32_t load_word(const DecodeMmaParams& p, int64_t offset, int element,

@@ -46,8 +46,9 @@ class TokenRing {
                        int ring, int num_rings)
       : params_(params),
         buffers_(buffers),
-        table_(params.decode.block_tables.data +
-               (item.seq < 0 ? 0 : item.seq) * params.decode.block_tables.seq_stride),
+        table_(reinterpret_cast<const unsigned char*>(params.decode.block_tables.data +
+                                                      (item.seq < 0 ? 0 : item.seq) *
+                                                          params.decode.block_tables.seq_stride)),
         key_(piece_of_head(params.decode.key_cache, item.kv_head)),
         value_(piece_of_head(params.decode.value_cache, item.kv_head)),
         key_from_(
@@ -126,9 +127,11 @@ class TokenRing {
   // Past the end the last token stands in, so that neither dead table entries nor dead slots are
   // touched.
   __device__ Place locate(uint32_t token) const {
-    token = token < end_ ? token : end_ - 1;
+    const uint32_t last = end_ - 1;
+    token = token < last ? token : last;
     const uint32_t index = params_.block_size.divide(token);
-    const int32_t block = table_[index * params_.decode.block_tables.block_stride];
+    const uint64_t entry = uint64_t{index} * params_.table_step;
+    const int32_t block = *reinterpret_cast<const int32_t*>(table_ + entry);
     return {static_cast<uint32_t>(block), token - index * params_.decode.shape.block_size};
   }
 
@@ -238,7 +241,7 @@ class TokenRing {
 
   const DecodeMmaParams& params_;
   Buffers& buffers_;
-  const int32_t* table_;
+  const unsigned char* table_;
   // The first row of the KV head, from this lane's piece on.
   const unsigned char* key_;
   const unsigned char* value_;

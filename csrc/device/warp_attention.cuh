@@ -27,9 +27,10 @@ class WarpAttention {
   using Scores = FragmentC[kTokenTiles][kColumns];   // S^T
   using Weights = FragmentB[kTokenTiles][kColumns];  // P^T
 
-  // The item's rows from `first_row` on; `rows` is what is known of them.
+  // The item's rows from `first_row` on; `rows` is what is known of them, after the next barrier.
+  // The warp that `owns` them adds the bias.
   __device__ WarpAttention(const DecodeMmaParams& params, const RowTile& item, int first_row,
-                           const RowInfo* rows)
+                           RowInfo* rows, bool owns)
       : params_(params), item_(item), rows_(rows) {
     query_.load(params, item, first_row,
                 has_token_scales() ? 1.f : params.decode.k_scale.at(0, 0, item.kv_head));
@@ -42,15 +43,17 @@ class WarpAttention {
       }
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d) out_[d][n] = FragmentC{};
+      if constexpr (kBiased) {
+        const float bias = kWideningBias<kKv> * query_.sum_of_row(n);
+        if (owns && t() == 0) rows[8 * n + g()].bias = bias;
+      }
     }
     if constexpr (!Query::kCrowded) plain_ = plain_tiles();
   }
 
-  // Scales of the tile whose first token is `first`, to be called a tile ahead.
-  __device__ void load_token_scales(const Ring& ring, uint32_t first) {
-    if constexpr (kTokenScales && !Query::kCrowded) {
-      if (has_token_scales()) scales_.load(params_.decode, ring, item_.kv_head, first);
-    }
+  // To be called before the first tile.
+  __device__ void prepare(const Ring& ring) {
+    if constexpr (!Query::kCrowded) load_token_scales(ring, ring.first_token());
   }
 
   // `key` is what the ring gave.
@@ -58,14 +61,11 @@ class WarpAttention {
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const float (&start)[2] = query_.start_of_score(n);
-        scores[m][n] = FragmentC{{start[0], start[1], start[0], start[1]}};
-      }
+      for (int n = 0; n < kColumns; ++n) scores[m][n] = FragmentC{};
 #pragma unroll
       for (int d = 0; d < kDimTiles; d += kLoadTiles) {
         FragmentA keys[kLoadTiles];
-        load_keys<kKv, Query::kBiased>(key + 16 * (m * Ring::kPitch + d * element_size(kKv)), keys);
+        load_keys<kKv>(key + 16 * (m * Ring::kPitch + d * element_size(kKv)), keys);
 #pragma unroll
         for (int i = 0; i < kLoadTiles; ++i) {
 #pragma unroll
@@ -79,40 +79,31 @@ class WarpAttention {
 
   // Scores of the ring's tile to probabilities, as an operand.
   __device__ void weigh(const Ring& ring, Scores& scores, Weights& weights) {
-    if constexpr (kTokenScales) {
-      if (has_token_scales()) {
-        if constexpr (Query::kCrowded) {  // not a tile ahead: it is held for a shorter time
-          scales_.load(params_.decode, ring, item_.kv_head, ring.first_token());
-        }
-        scale_scores(scores);
-      }
-    }
+    const int first = static_cast<int>(ring.first_token());
+    const Positions plain = Query::kCrowded ? plain_tiles() : plain_;
     Factors factors;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) factors[n][c] = query_.factor(n, c);
     }
-    const int first = static_cast<int>(ring.first_token());
-    const Positions plain = Query::kCrowded ? plain_tiles() : plain_;
-    if (first < plain.begin || first >= plain.end) [[unlikely]]
-      finish_scores(first, factors, scores);
-    raise_max(scores, factors);
-    exponentiate(factors, scores);
-    if constexpr (kTokenScales) {
-      if (has_token_scales()) scale_probabilities(scores);
+    if (first >= plain.begin && first < plain.end) [[likely]] {
+      exponentiate(factors, scores, weights, [](int) { return 1.f; });
+      return;
     }
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // A movmatrix turns the fragment of a result into one of B.
-          const float* pair = &scores[m][n].values[2 * half];
-          weights[m][n].words[half] = ptx::movmatrix_trans(pack_pair<kOperand>(pair[0], pair[1]));
-        }
-      }
+    if (!has_token_scales()) {
+      finish_scores(first, factors, scores);
+      exponentiate(factors, scores, weights, [](int) { return 1.f; });
+      return;
+    }
+    if constexpr (kTokenScales) {
+      // Crowded, scales are not loaded a tile ahead: they are held for a shorter time.
+      if constexpr (Query::kCrowded) load_token_scales(ring, ring.first_token());
+      scale_scores(scores);
+      finish_scores(first, factors, scores);
+      rescale(scales_.raise());
+      exponentiate(factors, scores, weights, [&](int token) { return scales_.value(token); });
+      if constexpr (!Query::kCrowded) load_token_scales(ring, ring.first_token_of_next());
     }
   }
 
@@ -140,7 +131,7 @@ class WarpAttention {
   // call row() for their rows, each before its elements.
   template <class Row, class Element>
   __device__ void publish(Row row, Element element) const {
-    const float factor = kTokenScales && has_token_scales() ? scales_.largest() : 1.f;
+    const float factor = kWideningUnit<kKv> * (has_token_scales() ? scales_.largest() : 1.f);
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -149,7 +140,7 @@ class WarpAttention {
         float sum = sum_[n][c];
 #pragma unroll
         for (int mask = 4; mask < ptx::kWarpSize; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
-        row(r, max_[n][c] * kLn2, sum);
+        row(r, (max_[n][c] - shift(n, c)) * kLn2, sum);
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d) {
 #pragma unroll
@@ -165,6 +156,7 @@ class WarpAttention {
  private:
   using Query = QueryRows<kQuery, kKv, kDim, kColumns>;
   static constexpr DType kOperand = Query::kOperand;
+  static constexpr bool kBiased = kWideningBias<kKv> != 0.f;
   // Dimension tiles of one fragment load: 32 bytes of a row.
   static constexpr int kLoadTiles = is_8bit(kKv) ? 2 : 1;
 
@@ -179,11 +171,12 @@ class WarpAttention {
     int end;
   };
 
-  // Tiles whose first token is in this range need no mask, no softcap and no ALiBi: a score is a
-  // product, and the largest product the largest score.
+  // Tiles whose first token is in this range need no mask, no softcap, no ALiBi and no scales of
+  // their tokens: a score is a product, and the largest product the largest score.
   __device__ Positions plain_tiles() const {
     const DecodeParams& p = params_.decode;
-    if (p.softcap != 0.f || p.alibi_slopes != nullptr || !(query_.factor(0, 0) > 0.f)) {
+    if (p.softcap != 0.f || p.alibi_slopes != nullptr || has_token_scales() ||
+        !(query_.factor(0, 0) > 0.f)) {
       return {0, 0};
     }
     return {static_cast<int>(item_.common.begin),
@@ -192,6 +185,23 @@ class WarpAttention {
 
   __device__ bool has_token_scales() const { return kTokenScales && params_.token_scales; }
 
+  __device__ void load_token_scales(const Ring& ring, uint32_t first) {
+    if constexpr (kTokenScales) {
+      if (has_token_scales()) scales_.load(params_.decode, ring, item_.kv_head, first);
+    }
+  }
+
+  // What products of this lane's rows are too large by.
+  __device__ float bias(int n, int c) const {
+    return kBiased ? rows_[8 * n + 2 * t() + c].bias : 0.f;
+  }
+
+  // What finished scores are too large by, the maxima with them. It is the same for all tokens of a
+  // row, and so for no probability; but where the tokens have scales, it is taken back.
+  __device__ float shift(int n, int c) const {
+    return kBiased && !has_token_scales() ? bias(n, c) * query_.factor(n, c) : 0.f;
+  }
+
   // Scale, softcap, ALiBi and mask, to base 2.
   __device__ void finish_scores(int first, Factors& factors, Scores& scores) const {
 #pragma unroll
@@ -199,12 +209,15 @@ class WarpAttention {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const RowInfo& row = rows_[8 * n + 2 * t() + c];
+        const float excess = shift(n, c);
 #pragma unroll
         for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float& score = scores[m][n].values[2 * half + c];
-            score = special_score(row, first + 16 * m + 8 * half + g(), score * factors[n][c]);
+            score = special_score(row, first + 16 * m + 8 * half + g(),
+                                  fmaf(score, factors[n][c], -excess)) +
+                    excess;
           }
         }
         factors[n][c] = 1.f;
@@ -221,32 +234,74 @@ class WarpAttention {
     return score + row.slope * kLog2e * static_cast<float>(position - row.position);
   }
 
-  // Raises the running maxima where a score exceeds one by so much that probabilities might
-  // overflow half precision; mostly nothing has to be rescaled, and one vote is all it takes.
-  __device__ void raise_max(const Scores& scores, const Factors& factors) {
-    constexpr float kSlack = 8.f;
-    float tile_max[kColumns][2];  // of this lane's tokens alone
-    bool raise = false;
+  // Probabilities of a tile, each multiplied by what `scale` says of its token, as an operand.
+  //
+  // They are taken with the maxima so far, and only where a sum of them shows that one may be too
+  // large for half precision are the maxima raised: mostly one vote is all it takes.
+  template <class Scale>
+  __device__ void exponentiate(const Factors& factors, const Scores& scores, Weights& weights,
+                               Scale scale) {
+    float sums[kColumns][2];  // of this lane's tokens alone
+    try_exponentiate(factors, scores, weights, sums, scale);
+    if (ptx::any(too_large(sums))) [[unlikely]] {
+      raise_max(factors, scores);
+      try_exponentiate(factors, scores, weights, sums, scale);
+    }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float max = fmaxf(scores[0][n].values[c], scores[0][n].values[2 + c]);
+      for (int c = 0; c < 2; ++c) sum_[n][c] += sums[n][c];
+    }
+  }
+
+  static __device__ bool too_large(const float (&sums)[kColumns][2]) {
+    constexpr float kLimit = 256.f;
+    bool found = false;
 #pragma unroll
-        for (int m = 1; m < kTokenTiles; ++m) {
-          max = fmaxf(max, fmaxf(scores[m][n].values[c], scores[m][n].values[2 + c]));
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) found = found || sums[n][c] > kLimit;
+    }
+    return found;
+  }
+
+  template <class Scale>
+  __device__ void try_exponentiate(const Factors& factors, const Scores& scores, Weights& weights,
+                                   float (&sums)[kColumns][2], Scale scale) const {
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float token_scale = scale(16 * m + 8 * half + g());
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+          float pair[2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float score = scores[m][n].values[2 * half + c];
+            const float weight = ptx::exp2(fmaf(score, factors[n][c], -max_[n][c]));
+            sums[n][c] = m + half == 0 ? weight : sums[n][c] + weight;
+            pair[c] = weight * token_scale;
+          }
+          // A movmatrix turns the fragment of a result into one of B.
+          weights[m][n].words[half] = ptx::movmatrix_trans(pack_pair<kOperand>(pair[0], pair[1]));
         }
-        tile_max[n][c] = max;
-        raise = raise || fmaf(max, factors[n][c], -max_[n][c]) > kSlack;
       }
     }
-    if (!ptx::any(raise)) [[likely]]
-      return;
+  }
+
+  // Raises the running maxima to those of the tile.
+  __device__ void raise_max(const Factors& factors, const Scores& scores) {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float max = tile_max[n][c] * factors[n][c];
+        float max = scores[0][n].values[c];
+#pragma unroll
+        for (int m = 0; m < kTokenTiles; ++m) {
+          max = fmaxf(max, fmaxf(scores[m][n].values[c], scores[m][n].values[2 + c]));
+        }
+        max *= factors[n][c];
 #pragma unroll
         for (int mask = 4; mask < ptx::kWarpSize; mask *= 2) {
           max = fmaxf(max, ptx::shuffle_xor(max, mask));
@@ -264,44 +319,27 @@ class WarpAttention {
     }
   }
 
-  __device__ void exponentiate(const Factors& factors, Scores& scores) {
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& score = scores[m][n].values[i];
-          score = ptx::exp2(fmaf(score, factors[n][i % 2], -max_[n][i % 2]));
-          sum_[n][i % 2] += score;
-        }
-      }
-    }
-  }
-
-  // Multiplies what belongs to each token.
-  template <class Factor>
-  static __device__ void scale_tokens(Scores& scores, Factor factor) {
+  // Multiplies scores by what belongs to their tokens, and takes back what they are too large by.
+  __device__ void scale_scores(Scores& scores) const {
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float scale = factor(16 * m + 8 * half + g());
+        const float scale = scales_.key(16 * m + 8 * half + g());
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
-          scores[m][n].values[2 * half] *= scale;
-          scores[m][n].values[2 * half + 1] *= scale;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& score = scores[m][n].values[2 * half + c];
+            score = (score - bias(n, c)) * scale;
+          }
         }
       }
     }
   }
 
-  __device__ void scale_scores(Scores& scores) const {
-    scale_tokens(scores, [&](int token) { return scales_.key(token); });
-  }
-
-  __device__ void scale_probabilities(Scores& scores) {
-    const float keep = scales_.raise();
+  // What was summed of values.
+  __device__ void rescale(float keep) {
 #pragma unroll
     for (int d = 0; d < kDimTiles; ++d) {
 #pragma unroll
@@ -309,7 +347,6 @@ class WarpAttention {
         for (float& value : out_[d][n].values) value *= keep;
       }
     }
-    scale_tokens(scores, [&](int token) { return scales_.value(token); });
   }
 
   const DecodeMmaParams& params_;

@@ -62,17 +62,14 @@ struct DecodeMma {
     const int index = kShared ? 0 : warp_index();
     Ring ring(p, item, smem.rings[index], index, kRings);
     ring.fill();
-    if (has_rows && ring.has_tile()) warp.load_token_scales(ring, ring.first_token());
+    if (has_rows && ring.has_tile()) warp.prepare(ring);
     for (; ring.has_tile(); ring.advance()) {
       typename Warp::Scores scores;
       typename Warp::Weights weights;
       const uint32_t key = ring.wait_key();
       if (has_rows) warp.compute_scores(key, scores);
       ring.refill_key();
-      if (has_rows) {
-        warp.weigh(ring, scores, weights);
-        warp.load_token_scales(ring, ring.first_token_of_next());
-      }
+      if (has_rows) warp.weigh(ring, scores, weights);
       const uint32_t value = ring.wait_value();
       if (has_rows) warp.accumulate(value, weights);
       ring.refill_value();
@@ -155,11 +152,11 @@ struct DecodeMma {
   static __device__ void attend(const DecodeMmaParams& p, Smem& smem) {
     const Work& work = smem.work;
     if (threadIdx.x < kRows) {
-      smem.rows[threadIdx.x] = make_row_info(p.decode, work.tile, threadIdx.x);
+      find_row(p.decode, work.tile, threadIdx.x, smem.rows[threadIdx.x]);
     }
     const int first_row = kShared ? warp_index() * kWarpRows : 0;
     const bool has_rows = !kShared || first_row < work.tile.num_rows;
-    Warp warp(p, work.tile, first_row, smem.rows + first_row);
+    Warp warp(p, work.tile, first_row, smem.rows + first_row, kShared || warp_index() == 0);
     ptx::cta_sync();  // smem.rows is complete
     walk_tiles(p, work.tile, has_rows, smem, warp);
     const RowWriter writer(p, work);
