@@ -32,14 +32,14 @@ def zeros_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     for size in shape:
         num_bytes *= size
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     try:
         # Private and anonymous: shared memory has a switch of its own, which is off by default.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # no transparent huge pages, or no memory, which torch puts into words
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[begin : begin + num_bytes].view(dtype).view(tuple(shape))

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 Scale = float | torch.Tensor | None
 
 # Where torch's annotations fall short of strict checking.
 _torch: Any = torch
+_forward_ad: Any = forward_ad
 _OP_NAMES = (
     "paged_attention",
     "plan_decode",
@@ -178,6 +180,26 @@ def split_scale(scale: Scale) -> tuple[torch.Tensor | None, float | None]:
     if scale is None or isinstance(scale, torch.Tensor):
         return scale, None
     return None, float(scale)
+
+
+def refuse_gradients(op: str, **arguments: object) -> None:
+    """Raises RuntimeError if a gradient or a tangent would be lost: no op has a derivative.
+
+    To be called where torch.is_grad_enabled(), which inference is not.
+
+    Args:
+        op: name of the function.
+        arguments: its arguments; those that are no tensors are left out.
+    """
+    dual = _forward_ad._current_level >= 0
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.requires_grad or (dual and _forward_ad.unpack_dual(value).tangent is not None):
+            raise RuntimeError(
+                f"{op}: {name} must not require a gradient, as there is no derivative: call it "
+                "under torch.no_grad() or torch.inference_mode(), or give it a detached tensor"
+            )
 
 
 def _version() -> str | None:

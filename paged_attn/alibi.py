@@ -21,7 +21,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
         raise ValueError(f"alibi_slopes: num_heads must be at least 1, got {num_heads}")
     power = 1 << (num_heads.bit_length() - 1)
     slopes = _geometric(power) + _geometric(2 * power)[::2][: num_heads - power]
-    return torch.tensor(slopes, dtype=torch.float32)
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
 def _geometric(num_heads: int) -> list[float]:

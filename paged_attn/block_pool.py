@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from paged_attn._checks import check_count, refuse_shallow_copy, require
 from paged_attn.block_events import BlockEvent
 
 __all__ = ["BlockPool", "OutOfBlocksError"]
@@ -18,6 +19,11 @@ class OutOfBlocksError(RuntimeError):
         super().__init__(f"{what}: needs {needed} blocks, {free} of {total} are free{kept}")
         self.needed = needed
         self.free = free
+        self._made_of = what, needed, free, total, reserved
+
+    def __reduce__(self) -> tuple[type[OutOfBlocksError], tuple[str, int, int, int, int]]:
+        # An exception is made again from `args`, which is the message alone.
+        return type(self), self._made_of
 
 
 class BlockPool:
@@ -30,20 +36,21 @@ class BlockPool:
     Attributes:
         num_blocks: blocks of the pool.
         owners: the count of each block; for reading.
-        on_evict: called with each cached block that is about to be given away.
+        on_evict: called with each cached block that is about to be given away, or None.
         events: where changes are recorded, or None (the default) to record nothing.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        check_count("BlockPool: num_blocks", num_blocks, 0)
-        self.num_blocks = num_blocks
-        self.on_evict: Callable[[int], None] = lambda block: None
+        self.num_blocks = num_blocks = check_count("BlockPool: num_blocks", num_blocks, 0)
+        self.on_evict: Callable[[int], None] | None = None
         self.events: list[BlockEvent] | None = None
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the next block is at the end
         self.owners = [0] * num_blocks
         self._num_shared = 0
         self._kept: set[int] = set()  # become cached, not free, when the last owner leaves
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first is evicted first
+
+    __copy__ = refuse_shallow_copy
 
     @property
     def num_free(self) -> int:
@@ -86,7 +93,7 @@ class BlockPool:
         Raises OutOfBlocksError if there are fewer.
         """
         if type(n) is not int or n < 0:
-            check_count("BlockPool.allocate: n", n, 0)
+            n = check_count("BlockPool.allocate: n", n, 0)
         if n > len(self._free):
             self._evict(n)
         keep = len(self._free) - n
@@ -190,7 +197,8 @@ class BlockPool:
             self._free.append(block)
             if self.events is not None:
                 self.events.append(BlockEvent("evict", block))
-            self.on_evict(block)
+            if self.on_evict is not None:
+                self.on_evict(block)
 
     def _undo_free(self, freed: Sequence[int], num_free: int) -> None:
         del self._free[num_free:]
@@ -203,17 +211,3 @@ class BlockPool:
         return ValueError(
             f"BlockPool.{method}: block must be in [0, {self.num_blocks}), got {block}"
         )
-
-
-def check_count(what: str, value: int, minimum: int) -> None:
-    """Raises TypeError unless `value` is an int, ValueError if it is below `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what} must be an int, got {type(value).__name__}")
-    if value < minimum:
-        raise ValueError(f"{what} must be at least {minimum}, got {value}")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises AssertionError, also under python -O, unless an invariant holds."""
-    if not condition:
-        raise AssertionError(f"blocks: {message}")

@@ -12,10 +12,12 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from paged_attn._checks import check_count, require
 from paged_attn.block_events import BlockEvent
-from paged_attn.block_pool import BlockPool, OutOfBlocksError, check_count, require
+from paged_attn.block_pool import BlockPool, OutOfBlocksError
 from paged_attn.block_stats import BlockStats, count_waste
 from paged_attn.prefix_cache import HashFunction
 from paged_attn.prefix_tables import PrefixTables, Prompt
@@ -45,6 +47,17 @@ class Transfer(NamedTuple):
 
     transfer_id: int
     pairs: list[tuple[int, int]]  # (source block, destination block), each block once
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A transfer whose source blocks are kept, and what undoes it."""
+
+    pool: BlockPool  # of the sources
+    sources: list[int]
+    target_pool: BlockPool
+    pairs: list[tuple[int, int]]
+    moved: list[tuple[int, list[int], int, int]]  # sequence, its old blocks, length, num_indexed
 
 
 class BlockManager(PrefixTables):
@@ -78,20 +91,19 @@ class BlockManager(PrefixTables):
             hash_function=hash_function,
             watermark=watermark,
         )
-        check_count("BlockManager: num_host_blocks", num_host_blocks, 0)
-        self.host_pool = BlockPool(num_host_blocks)
+        self.host_pool = BlockPool(check_count("BlockManager: num_host_blocks", num_host_blocks, 0))
         if record_events:
             self.pool.events = []
         self._swapped: dict[int, SequenceState] = {}  # blocks are the host pool's
         self._preempted: dict[int, SequenceState] = {}  # no blocks
-        self._transfers: dict[int, tuple[BlockPool, list[int]]] = {}  # sources that are held
+        self._transfers: dict[int, _Held] = {}  # those with `hold`
         self._num_swapped_out = self._num_swapped_in = self._num_recomputes = 0
 
     # The ways out of pressure.
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether swap_out(seq_ids) would succeed now."""
-        blocks = _distinct(self._seqs_to_append("can_swap_out", seq_ids, [0] * len(seq_ids)))
+        blocks = _distinct(self._distinct_seqs("can_swap_out", seq_ids))
         return len(blocks) <= self.host_pool.num_available
 
     def swap_out(self, seq_ids: Sequence[int], *, hold: bool = False) -> Transfer:
@@ -100,7 +112,8 @@ class BlockManager(PrefixTables):
         Args:
             seq_ids: sequences, all different. They can only be swapped in or freed then.
             hold: whether the device's blocks are kept from reuse until finish_transfer(), for
-                copies that are not ordered with later work.
+                copies that are not ordered with later work, and for cancel_transfer(). Without it
+                the transfer needs neither.
 
         Returns:
             What to copy, from device blocks to host blocks.
@@ -108,14 +121,14 @@ class BlockManager(PrefixTables):
         Raises:
             OutOfBlocksError: the host pool has too few free blocks.
         """
-        seqs = self._seqs_to_append("swap_out", seq_ids, [0] * len(seq_ids))
+        seqs = self._distinct_seqs("swap_out", seq_ids)
         sources = _distinct(seqs)
         free = self.host_pool.num_available
         if len(sources) > free:
             raise OutOfBlocksError(
                 "BlockManager.swap_out", len(sources), free, self.host_pool.num_blocks
             )
-        transfer = self._move(seqs, sources, self.pool, self.host_pool, hold)
+        transfer = self._move(seq_ids, seqs, sources, self.pool, self.host_pool, hold)
         for seq_id, seq in zip(seq_ids, seqs, strict=True):
             seq.num_indexed = 0
             self._swapped[seq_id] = self._seqs.pop(seq_id)
@@ -135,7 +148,7 @@ class BlockManager(PrefixTables):
         seqs = self._seqs_swapped("swap_in", seq_ids)
         sources = _distinct(seqs)
         self._check_available("swap_in", len(sources), self.watermark)
-        transfer = self._move(seqs, sources, self.host_pool, self.pool, hold)
+        transfer = self._move(seq_ids, seqs, sources, self.host_pool, self.pool, hold)
         for seq_id, seq in zip(seq_ids, seqs, strict=True):
             seq.stale_from = 0
             self._seqs[seq_id] = self._swapped.pop(seq_id)
@@ -145,10 +158,39 @@ class BlockManager(PrefixTables):
 
     def finish_transfer(self, transfer_id: int) -> None:
         """Gives back the source blocks of a transfer with `hold`. KeyError if there is none."""
-        if transfer_id not in self._transfers:
-            raise KeyError(f"BlockManager: there is no transfer {transfer_id!r}")
-        pool, blocks = self._transfers.pop(transfer_id)
-        pool.free(blocks[::-1])
+        held = self._transfer(transfer_id)
+        held.pool.free(held.sources[::-1])
+        del self._transfers[transfer_id]
+
+    def cancel_transfer(self, transfer_id: int) -> None:
+        """Undoes a transfer with `hold` that could not be carried out.
+
+        Its sequences are where they were, in the blocks they had; those freed since stay so. Raises
+        KeyError if there is no such transfer, ValueError if one of its sequences has changed since.
+        """
+        held = self._transfer(transfer_id)
+        outward = held.pool is self.pool
+        now, before = (self._swapped, self._seqs) if outward else (self._seqs, self._swapped)
+        moved = [entry for entry in held.moved if entry[0] in now]
+        for seq_id, _, length, _ in moved:
+            if now[seq_id].length != length:
+                raise ValueError(
+                    f"BlockManager.cancel_transfer: sequence {seq_id} had {length} tokens when it "
+                    f"was moved, has {now[seq_id].length}"
+                )
+        for seq_id, blocks, _, num_indexed in moved:
+            seq = now.pop(seq_id)
+            held.pool.share(blocks)
+            held.target_pool.free(seq.blocks[::-1])
+            seq.blocks, seq.num_indexed, seq.stale_from = blocks, num_indexed, 0
+            before[seq_id] = seq
+        if outward:
+            self._num_swapped_out -= len(held.pairs)
+        else:
+            self._num_swapped_in -= len(held.pairs)
+        back = [(target, source) for source, target in held.pairs]
+        self._record("swap_in" if outward else "swap_out", back)
+        self.finish_transfer(transfer_id)
 
     def preempt(self, seq_id: int) -> None:
         """Takes all blocks from a sequence. It can only be resumed, or freed, then."""
@@ -250,9 +292,9 @@ class BlockManager(PrefixTables):
         for seq in self._swapped.values():
             for block in seq.blocks:
                 host_owners[block] += 1
-        for pool, blocks in self._transfers.values():
-            for block in blocks:
-                (owners if pool is self.pool else host_owners)[block] += 1
+        for held in self._transfers.values():
+            for block in held.sources:
+                (owners if held.pool is self.pool else host_owners)[block] += 1
         for name, pool, counts in (
             ("block", self.pool, owners),
             ("host block", self.host_pool, host_owners),
@@ -289,8 +331,15 @@ class BlockManager(PrefixTables):
             raise ValueError(f"BlockManager.resume: sequence {seq_id} is not preempted")
         raise self._missing(seq_id)
 
+    def _transfer(self, transfer_id: int) -> _Held:
+        try:
+            return self._transfers[transfer_id]
+        except KeyError:
+            raise KeyError(f"BlockManager: there is no transfer {transfer_id!r}") from None
+
     def _move(
         self,
+        seq_ids: Sequence[int],
         seqs: Sequence[SequenceState],
         sources: list[int],
         source_pool: BlockPool,
@@ -300,9 +349,14 @@ class BlockManager(PrefixTables):
         """Gives the sequences blocks of `pool`; there are enough."""
         moved = dict(zip(sources, pool.allocate(len(sources)), strict=True))
         transfer_id = self._ticket()
+        pairs = list(moved.items())
         if hold:
             source_pool.share(sources)
-            self._transfers[transfer_id] = source_pool, sources
+            old = [
+                (seq_id, seq.blocks, seq.length, seq.num_indexed)
+                for seq_id, seq in zip(seq_ids, seqs, strict=True)
+            ]
+            self._transfers[transfer_id] = _Held(source_pool, sources, pool, pairs, old)
         taken: set[int] = set()
         for seq in seqs:
             blocks = [moved[block] for block in seq.blocks]
@@ -310,7 +364,7 @@ class BlockManager(PrefixTables):
             taken.update(blocks)
             source_pool.free(seq.blocks[::-1])
             seq.blocks = blocks
-        return Transfer(transfer_id, list(moved.items()))
+        return Transfer(transfer_id, pairs)
 
     def _record(self, kind: Literal["swap_out", "swap_in"], pairs: list[tuple[int, int]]) -> None:
         if self.pool.events is not None:

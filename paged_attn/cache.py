@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from paged_attn import _ops
 from paged_attn._ops import Scale, split_scale
 
-BlockMapping = Tensor | Sequence[tuple[int, int]]
+BlockMapping = Tensor | Iterable[Sequence[int]] | Mapping[int, int | Sequence[int]]
 
 
 def reshape_and_cache(
@@ -51,6 +53,16 @@ def reshape_and_cache(
     Runs on the current stream of key's device and never waits for it; can be captured in a CUDA
     graph.
     """
+    if torch.is_grad_enabled():
+        _ops.refuse_gradients(
+            "reshape_and_cache",
+            key=key,
+            value=value,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
     k_tensor, k_float = split_scale(k_scale)
     v_tensor, v_float = split_scale(v_scale)
     _ops.lib.reshape_and_cache(
@@ -92,6 +104,14 @@ def gather_cache(
 
     Runs on the current stream of key_cache's device; waits only as said at total_tokens.
     """
+    if torch.is_grad_enabled():
+        _ops.refuse_gradients(
+            "gather_cache",
+            key_cache=key_cache,
+            value_cache=value_cache,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
     if total_tokens is None:
         total_tokens = int(seq_lens.sum())
     k_tensor, k_float = split_scale(k_scale)
@@ -111,10 +131,33 @@ def gather_cache(
     return key, value
 
 
-def _as_mapping(block_mapping: BlockMapping) -> Tensor:
+def _pairs(block_mapping: Mapping[int, int | Sequence[int]]) -> Iterator[tuple[object, object]]:
+    for source, targets in block_mapping.items():
+        if isinstance(targets, (list, tuple, set, frozenset)):
+            yield from ((source, target) for target in targets)
+        else:
+            yield source, targets
+
+
+def _as_mapping(op: str, block_mapping: BlockMapping) -> Tensor:
+    """Pairs as an int64 CPU tensor [n, 2]; a tensor as it is, for the op to check."""
     if isinstance(block_mapping, Tensor):
         return block_mapping
-    return torch.tensor(list(block_mapping), dtype=torch.int64).reshape(-1, 2)
+    pairs: list[tuple[int, int]] = []
+    item: Any = block_mapping
+    try:
+        items = _pairs(block_mapping) if isinstance(block_mapping, Mapping) else block_mapping
+        for item in items:
+            source, target = item
+            if isinstance(source, bool) or isinstance(target, bool):
+                raise TypeError
+            pairs.append((index(source), index(target)))
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{op}: block_mapping must be pairs of ints (source, destination), a mapping of source "
+            f"to destination or to a list of them, or an int64 tensor [n, 2], got {item!r}"
+        ) from None
+    return torch.tensor(pairs, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
 def copy_blocks(
@@ -128,11 +171,13 @@ def copy_blocks(
         key_caches: a cache [num_blocks, block_size, num_kv_heads, head_dim] for each layer, or one
             alone; any dtype, one shape for all; any strides but the last.
         value_caches: as key_caches, as many.
-        block_mapping: pairs (source, destination): a list, or an int64 tensor [n, 2] (int32 is
+        block_mapping: pairs (source, destination): a list of them, or a mapping of each source to
+            its destination or a list of its destinations; or an int64 tensor [n, 2] (int32 is
             converted) on the CPU or on the caches' device. All pairs are one simultaneous copy: no
             block may be a destination twice, or both source and destination.
 
     Raises:
+        TypeError: block_mapping is none of these.
         RuntimeError: an argument does not fit; the message names it, and nothing was copied. The
             pairs are checked where the mapping is on the CPU, and in debug mode
             (`paged_attn.set_debug`); a mapping on a CUDA device is trusted else.
@@ -142,7 +187,7 @@ def copy_blocks(
     """
     keys = [key_caches] if isinstance(key_caches, Tensor) else list(key_caches)
     values = [value_caches] if isinstance(value_caches, Tensor) else list(value_caches)
-    _ops.lib.copy_blocks(keys, values, _as_mapping(block_mapping))
+    _ops.lib.copy_blocks(keys, values, _as_mapping("copy_blocks", block_mapping))
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: BlockMapping) -> None:
@@ -151,14 +196,15 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: BlockMapping) -> None:
     Args:
         src: [num_blocks, ...], any dtype and strides.
         dst: [num_blocks, ...], src's dtype and block shape; its number of blocks may differ.
-        block_mapping: pairs (block of src, block of dst): a list or an int64 CPU tensor [n, 2]. No
-            block of dst may be named twice.
+        block_mapping: pairs (block of src, block of dst), as for `copy_blocks`; a tensor must be on
+            the CPU. No block of dst may be named twice.
 
     Raises:
+        TypeError: block_mapping is neither pairs nor a mapping nor a tensor.
         RuntimeError: an argument does not fit; the message names it, and nothing was copied.
 
     Between a CUDA device and pinned host memory the copies run on the device's current stream, and
     the call returns at once: synchronise with that stream before the host reads dst or reuses src.
     Host memory that is not pinned makes the call wait.
     """
-    _ops.lib.swap_blocks(src, dst, _as_mapping(block_mapping))
+    _ops.lib.swap_blocks(src, dst, _as_mapping("swap_blocks", block_mapping))

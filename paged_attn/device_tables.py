@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,15 @@ class DeviceTables:
         self._num_entries: list[int] = [0]  # of a row that are not -1
         self._free_rows: list[int] = []
         self.entries_uploaded = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which mirror the tables of their own manager anew."""
+        return {"_manager": self._manager, "_ring": self._ring}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        manager: BlockManager = state["_manager"]
+        manager.restart_table_changes()
+        DeviceTables.__init__(self, manager, state["_ring"])
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone, its row free."""

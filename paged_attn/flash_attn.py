@@ -16,6 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
+from paged_attn._checks import check_count
 from paged_attn.cache import reshape_and_cache
 from paged_attn.decode import paged_attention
 
@@ -149,7 +150,8 @@ def _mask(causal: bool, window_size: tuple[int, int], query_len: int) -> tuple[b
 
 
 def _seq_lens(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
-    if isinstance(cache_seqlens, int):
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = check_count(f"{_NAME}: cache_seqlens, unless a tensor,", cache_seqlens, 0)
         return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens.shape != (q.shape[0],):
         raise ValueError(

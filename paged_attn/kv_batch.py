@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,34 @@ class Batch:
     block_tables: Tensor  # int32 [num_seqs, max_blocks], -1 past a sequence's blocks
     seq_lens: Tensor  # int32 [num_seqs], the tokens of this step included
     cu_query_lens: Tensor | None  # int32 [num_seqs + 1]; None: one token each
+    query_len: int = 0  # tokens of each sequence; 0 where they differ
     plans: dict[PlanKey, DecodePlan] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the tensors are views, of several dtypes, of one upload."""
+        return {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in self.__dict__.items()
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return self.slot_mapping.shape[0]
+
+    def check_rows(self, method: str, name: str, rows: Tensor) -> None:
+        """Raises ValueError unless there is a row a token, by token or by sequence."""
+        shape, num_seqs = rows.shape, self.seq_lens.shape[0]
+        if rows.dim() == 3:
+            fits = shape[0] == self.num_tokens
+        else:
+            fits = rows.dim() == 4 and tuple(shape[:2]) == (num_seqs, self.query_len)
+        if not fits:
+            by_seq = f", or [{num_seqs}, {self.query_len}, num_heads, head_dim]"
+            raise ValueError(
+                f"PagedKVCache.{method}: {name} must be [{self.num_tokens}, num_heads, head_dim]"
+                f"{by_seq if self.query_len else ''}, as the batch has tokens, got {tuple(shape)}"
+            )
 
     @property
     def plan(self) -> DecodePlan | None:
@@ -138,6 +165,7 @@ class Batch:
         ):
             if mine is not None and new is not None:
                 mine.copy_(new)
+        object.__setattr__(self, "query_len", other.query_len)
         for key, plan in self.plans.items():
             again = self._make_plan(key)
             if plan.tensor is not None and again.tensor is not None:

@@ -11,12 +11,15 @@ for layer in range(32):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from paged_attn._checks import check_count, refuse_shallow_copy
 from paged_attn.blocks import BlockManager, Prompt
 from paged_attn.cache import gather_cache, reshape_and_cache
 from paged_attn.decode import ChunkSize, paged_attention
@@ -49,6 +52,9 @@ class PagedKVCache:
     Memory is taken once: `bytes_total`, zeroed. Work on a CUDA device is put on the current stream;
     nothing waits for the device. Use one stream for all calls, or order the streams. Raises
     ValueError for arguments that do not fit, RuntimeError where there is not enough memory.
+
+    copy.deepcopy() and pickle, torch.save() with it, copy the memory and the tables, in the state
+    they are in; batches made before belong to the original. copy.copy() is refused.
     """
 
     def __init__(
@@ -81,26 +87,34 @@ class PagedKVCache:
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            dtype=dtype,
             kv_dtype=self.kv_dtype,
             layout=layout,
             k_scale=k_scale,
             v_scale=v_scale,
         )
         shape.check()
-        if num_q_heads is not None and (num_q_heads < 1 or num_q_heads % num_kv_heads):
-            raise ValueError(
-                f"PagedKVCache: num_q_heads must be a multiple of num_kv_heads ({num_kv_heads}), "
-                f"got {num_q_heads}"
-            )
+        if num_q_heads is not None:
+            check_count("PagedKVCache: num_q_heads", num_q_heads, 1)
+            if num_q_heads % num_kv_heads:
+                raise ValueError(
+                    "PagedKVCache: num_q_heads must be a multiple of num_kv_heads "
+                    f"({num_kv_heads}), got {num_q_heads}"
+                )
+        if chunk_size is not None and chunk_size != "auto":
+            check_count('PagedKVCache: chunk_size, unless "auto",', chunk_size, 1)
         self.manager = BlockManager(
             num_blocks, block_size, num_host_blocks=num_host_blocks, **manager_options
         )
         self.pools = KVPools(shape, torch.device(device), num_host_blocks)
         self.device = self.pools.device
         on_cuda = self.device.type == "cuda"
-        ring = StagingRing(self.device, (lambda: CudaEvent(self.device)) if on_cuda else None)
+        make_event = functools.partial(CudaEvent, self.device) if on_cuda else None
+        ring = StagingRing(self.device, make_event)
         self._tables = DeviceTables(self.manager, ring)
         self._swapper = Swapper(self.manager, self.pools, self.device, overlap=overlap_swaps)
+
+    __copy__ = refuse_shallow_copy
 
     @property
     def key_caches(self) -> list[Tensor]:
@@ -190,8 +204,13 @@ class PagedKVCache:
 
         Raises OutOfBlocksError.
         """
+        old_len = self.manager.seq_len(seq_id)
         slots, copies = self.manager.append(seq_id, num_tokens)
-        self.pools.copy(copies)
+        try:
+            self.pools.copy(copies)
+        except BaseException:
+            self.manager.undo_append([seq_id], [old_len], copies)
+            raise
         return slots
 
     def fork(self, seq_id: int) -> int:
@@ -251,7 +270,9 @@ class PagedKVCache:
         Raises:
             OutOfBlocksError: for all sequences or none.
             ValueError: query_lens does not fit seq_ids, or the step is too large for max_blocks or
-                out; nothing was changed.
+                out.
+
+        Whatever it raises, the sequences are as long as before.
         """
         self._swapper.poll()
         lens = self._query_lens("step", seq_ids, query_lens)
@@ -259,8 +280,12 @@ class PagedKVCache:
         new_lens = [length + n for length, n in zip(old_lens, lens, strict=True)]
         width = self._width("step", lens, new_lens, max_blocks, out)
         slots, copies = self.manager.append_batch(seq_ids, lens)
-        self.pools.copy(copies)
-        return self._batch(StepLists(seq_ids, slots, new_lens, _ends(lens), width), out)
+        try:
+            self.pools.copy(copies)
+            return self._batch(StepLists(seq_ids, slots, new_lens, _ends(lens), width), lens, out)
+        except BaseException:
+            self.manager.undo_append(seq_ids, old_lens, copies)
+            raise
 
     def batch(self, seq_ids: Sequence[int], query_lens: int | Sequence[int] = 1) -> Batch:
         """As step(), for the last `query_lens` tokens that the sequences already have."""
@@ -270,13 +295,17 @@ class PagedKVCache:
         for seq_id, seq_len, query_len in zip(seq_ids, seq_lens, lens, strict=True):
             slots += self.manager.slots(seq_id, seq_len - query_len, seq_len)
         width = self._width("batch", lens, seq_lens, None, None)
-        return self._batch(StepLists(seq_ids, slots, seq_lens, _ends(lens), width), None)
+        return self._batch(StepLists(seq_ids, slots, seq_lens, _ends(lens), width), lens, None)
 
     def write(self, layer: int, key: Tensor, value: Tensor, batch: Batch) -> None:
         """Stores the batch's keys and values, `[num_tokens, num_kv_heads, head_dim]` of `dtype`.
 
-        `[num_seqs, query_len, num_kv_heads, head_dim]` is taken too.
+        `[num_seqs, query_len, num_kv_heads, head_dim]` is taken too. Raises IndexError for a layer
+        that there is not, ValueError for another number of tokens; see `reshape_and_cache`.
         """
+        layer = self._layer("write", layer)
+        batch.check_rows("write", "key", key)
+        batch.check_rows("write", "value", value)
         reshape_and_cache(
             key.flatten(0, -3),
             value.flatten(0, -3),
@@ -294,8 +323,12 @@ class PagedKVCache:
         tokens, `[num_seqs, query_len, num_q_heads, head_dim]`. kwargs: any other argument of
         paged_attention (scale, causal, sliding_window, softcap, alibi_slopes, sinks, out,
         return_lse). Returns out of query's shape, or (out, lse) with return_lse=True. The plan is
-        made by the first call of a step and used by all layers with the same heads and mask.
+        made by the first call of a step and used by all layers with the same heads and mask. Raises
+        IndexError for a layer that there is not, ValueError for another number of tokens; see
+        `paged_attention`.
         """
+        layer = self._layer("attend", layer)
+        batch.check_rows("attend", "query", query)
         key_cache = self.key_caches[layer]
         plan = batch.plan_for(
             query,
@@ -323,6 +356,7 @@ class PagedKVCache:
         Each `[sum(seq_lens), num_kv_heads, head_dim]`, dequantised to `dtype`. On CUDA it waits for
         the device, which alone knows the lengths.
         """
+        layer = self._layer("gather", layer)
         return gather_cache(
             self.key_caches[layer],
             self.value_caches[layer],
@@ -333,10 +367,27 @@ class PagedKVCache:
             dtype=self.dtype,
         )
 
+    def _layer(self, method: str, layer: int) -> int:
+        try:
+            number = index(layer)
+        except TypeError:
+            raise TypeError(
+                f"PagedKVCache.{method}: layer must be an int, got {type(layer).__name__}"
+            ) from None
+        if not 0 <= number < self.num_layers:
+            raise IndexError(
+                f"PagedKVCache.{method}: layer must be in [0, {self.num_layers}), got {number}"
+            )
+        return number
+
     def _query_lens(
         self, method: str, seq_ids: Sequence[int], query_lens: int | Sequence[int]
     ) -> list[int]:
-        lens = [query_lens] * len(seq_ids) if isinstance(query_lens, int) else list(query_lens)
+        what = f"PagedKVCache.{method}: query_lens"
+        if isinstance(query_lens, Iterable):
+            lens = [check_count(what, n, 0) for n in query_lens]
+        else:
+            lens = [check_count(what, query_lens, 0)] * len(seq_ids)
         if len(lens) != len(seq_ids):
             raise ValueError(
                 f"PagedKVCache.{method}: query_lens must be an int or have one entry for each of "
@@ -363,7 +414,7 @@ class PagedKVCache:
             )
         return needed if max_blocks is None else max_blocks
 
-    def _batch(self, step: StepLists, out: Batch | None) -> Batch:
+    def _batch(self, step: StepLists, query_lens: list[int], out: Batch | None) -> Batch:
         if out is not None:
             step = out.pad(step)
         tensors = self._tables.upload(step)
@@ -372,6 +423,7 @@ class PagedKVCache:
             block_tables=tensors.block_tables,
             seq_lens=tensors.seq_lens,
             cu_query_lens=tensors.cu_query_lens,
+            query_len=_uniform(query_lens, len(step.seq_lens)),
         )
         if out is not None:
             return out.become(batch)
@@ -385,6 +437,14 @@ class PagedKVCache:
                 shape.kv_dtype,
             )
         return batch
+
+
+def _uniform(query_lens: list[int], num_seqs: int) -> int:
+    """The tokens of each of so many sequences; 0 if they differ."""
+    first = query_lens[0] if query_lens else 1
+    # A sequence that pads a batch of one token each has a token, too, which sees nothing.
+    padded = len(query_lens) < num_seqs and first != 1
+    return 0 if padded or query_lens.count(first) != len(query_lens) else first
 
 
 def _ends(query_lens: list[int]) -> list[int] | None:

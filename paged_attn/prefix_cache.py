@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index
 
-from paged_attn.block_pool import require
+from paged_attn._checks import require
 
 __all__ = ["HashFunction", "PrefixCache", "pack_tokens"]
 
@@ -50,7 +50,7 @@ class PrefixCache:
     def __init__(self, block_size: int, hash_function: HashFunction | None = None) -> None:
         self.block_size = block_size
         self.hits = self.misses = self.evictions = 0
-        self._hash = keyed_hash() if hash_function is None else hash_function
+        self._hash = KeyedHash() if hash_function is None else hash_function
         self.entries: dict[int, Entry] = {}  # of a block
         self._blocks: dict[bytes, int] = {}  # of a chained hash
 
@@ -155,14 +155,14 @@ class PrefixCache:
         return self._hash(b"", salt.encode())
 
 
-def keyed_hash() -> HashFunction:
+class KeyedHash:
     """BLAKE2b with a random key: nobody outside can make blocks that collide."""
-    key = os.urandom(16)
 
-    def hash_block(parent: bytes, content: bytes) -> bytes:
-        return hashlib.blake2b(parent + content, digest_size=16, key=key).digest()
+    def __init__(self) -> None:
+        self._key = os.urandom(16)
 
-    return hash_block
+    def __call__(self, parent: bytes, content: bytes) -> bytes:
+        return hashlib.blake2b(parent + content, digest_size=16, key=self._key).digest()
 
 
 def pack_tokens(what: str, tokens: Iterable[int]) -> array[int]:

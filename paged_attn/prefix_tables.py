@@ -9,7 +9,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from paged_attn.block_pool import OutOfBlocksError, check_count, require
+from paged_attn._checks import check_count, check_salt, require
+from paged_attn.block_pool import OutOfBlocksError
 from paged_attn.prefix_cache import HashFunction, PrefixCache, pack_tokens
 from paged_attn.sequence_tables import SequenceState, SequenceTables
 
@@ -36,8 +37,7 @@ class PrefixTables(SequenceTables):
         watermark: int,
     ) -> None:
         super().__init__(num_blocks, block_size)
-        check_count("BlockManager: watermark", watermark, 0)
-        self.watermark = watermark
+        self.watermark = check_count("BlockManager: watermark", watermark, 0)
         self._pins: dict[int, list[int]] = {}
         self._next_ticket = 0  # of pins and transfers
         self._prefix: PrefixCache | None = None
@@ -51,7 +51,7 @@ class PrefixTables(SequenceTables):
 
     def can_add(self, num_tokens: int) -> bool:
         """Whether add(num_tokens) would succeed now."""
-        check_count("BlockManager.can_add: num_tokens", num_tokens, 0)
+        num_tokens = check_count("BlockManager.can_add: num_tokens", num_tokens, 0)
         return self._can_admit(self._num_blocks_of(num_tokens))
 
     def add(self, num_tokens: int = 0) -> int:
@@ -59,7 +59,7 @@ class PrefixTables(SequenceTables):
 
         Raises OutOfBlocksError if there are too few free blocks above the watermark.
         """
-        check_count("BlockManager.add: num_tokens", num_tokens, 0)
+        num_tokens = check_count("BlockManager.add: num_tokens", num_tokens, 0)
         needed = self._num_blocks_of(num_tokens)
         self._check_available("add", needed, self.watermark)
         return self._insert(SequenceState(self.pool.allocate(needed), num_tokens))
@@ -68,7 +68,7 @@ class PrefixTables(SequenceTables):
         self, tokens: Iterable[int], *, salt: str = "", num_tokens: int | None = None
     ) -> bool:
         """Whether add_prompt() with these arguments would succeed now."""
-        ids, length = self._prompt("can_add_prompt", tokens, num_tokens)
+        ids, length = self._prompt("can_add_prompt", tokens, salt, num_tokens)
         found = self._find(ids, salt)
         return self._can_admit(self._num_blocks_of(length) - len(found), found)
 
@@ -89,9 +89,10 @@ class PrefixTables(SequenceTables):
 
         Raises:
             OutOfBlocksError: there are too few free blocks above the watermark.
-            TypeError, ValueError: a token is no integer of 64 bits, or num_tokens does not fit.
+            TypeError, ValueError: a token is no integer of 64 bits, salt is no str, or num_tokens
+                does not fit.
         """
-        ids, length = self._prompt("add_prompt", tokens, num_tokens)
+        ids, length = self._prompt("add_prompt", tokens, salt, num_tokens)
         found = self._find(ids, salt)
         length = max(length, len(found) * self.block_size)
         blocks = self._admit("add_prompt", self._num_blocks_of(length), found, ids)
@@ -127,7 +128,7 @@ class PrefixTables(SequenceTables):
         limit = min(known, seq.length)
         if end is None:
             end = limit
-        elif not 0 <= end <= limit:
+        elif (end := check_count("BlockManager.mark_written: end", end, 0)) > limit:
             raise ValueError(
                 f"BlockManager.mark_written: end must be in [0, {limit}] (tokens of sequence "
                 f"{seq_id} with known ids), got {end}"
@@ -160,13 +161,14 @@ class PrefixTables(SequenceTables):
         self.pool.free(self._pins.pop(pin_id)[::-1])
 
     def _prompt(
-        self, method: str, tokens: Iterable[int], num_tokens: int | None
+        self, method: str, tokens: Iterable[int], salt: str, num_tokens: int | None
     ) -> tuple[array[int], int]:
         """The ids of a prompt, and the length that its sequence is to have at first."""
+        check_salt(f"BlockManager.{method}", salt)
         ids = pack_tokens(f"BlockManager.{method}: tokens", tokens)
         if num_tokens is None:
             return ids, len(ids)
-        check_count(f"BlockManager.{method}: num_tokens", num_tokens, 0)
+        num_tokens = check_count(f"BlockManager.{method}: num_tokens", num_tokens, 0)
         if num_tokens > len(ids):
             raise ValueError(
                 f"BlockManager.{method}: num_tokens must be at most {len(ids)} (the tokens given), "

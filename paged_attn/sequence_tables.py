@@ -11,8 +11,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paged_attn._checks import check_count, refuse_shallow_copy, require
 from paged_attn.block_events import BlockEvent
-from paged_attn.block_pool import BlockPool, OutOfBlocksError, check_count, require
+from paged_attn.block_pool import BlockPool, OutOfBlocksError
 
 __all__ = ["Append", "SequenceTables", "TableChange", "expand_block_table"]
 
@@ -53,7 +54,7 @@ def expand_block_table(block_table: Iterable[int], ratio: int) -> list[int]:
     A block of 32 tokens over kernel blocks of 16 is `ratio` 2: id i becomes 2i, 2i + 1, so that the
     slots stay the same. Raises ValueError for a ratio below 1.
     """
-    check_count("expand_block_table: ratio", ratio, 1)
+    ratio = check_count("expand_block_table: ratio", ratio, 1)
     return [block * ratio + part for block in block_table for part in range(ratio)]
 
 
@@ -67,15 +68,16 @@ class SequenceTables:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        check_count(f"{type(self).__name__}: block_size", block_size, 1)
+        self.block_size = check_count(f"{type(self).__name__}: block_size", block_size, 1)
         self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
         self._seqs: dict[int, SequenceState] = {}
         self._next_id = 0
         self._num_copies = 0
         # Blocks that a prefix cache can find, and what makes it forget one before it is written.
         self._indexed: Container[int] = ()
-        self._forget: Callable[[int], None] = lambda block: None
+        self._forget: Callable[[int], None] | None = None
+
+    __copy__ = refuse_shallow_copy
 
     @property
     def num_blocks(self) -> int:
@@ -123,7 +125,7 @@ class SequenceTables:
     def can_append(self, seq_id: int, num_tokens: int = 1) -> bool:
         """Whether append(seq_id, num_tokens) would succeed now."""
         seq = self._seq(seq_id)
-        check_count("BlockManager.can_append: num_tokens", num_tokens, 0)
+        num_tokens = check_count("BlockManager.can_append: num_tokens", num_tokens, 0)
         return self._num_blocks_to_append([seq], [num_tokens]) <= self.pool.num_available
 
     def append(self, seq_id: int, num_tokens: int = 1) -> Append:
@@ -142,7 +144,7 @@ class SequenceTables:
                     seq.length += 1
                     return _new(Append, ([last * self.block_size + offset], []))
         else:
-            check_count("BlockManager.append: num_tokens", num_tokens, 0)
+            num_tokens = check_count("BlockManager.append: num_tokens", num_tokens, 0)
         self._check_available("append", self._num_blocks_to_append([seq], [num_tokens]))
         grown = Append([], [])
         self._append(seq, num_tokens, grown)
@@ -150,7 +152,7 @@ class SequenceTables:
 
     def can_append_many(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> bool:
         """Whether append_many(seq_ids, num_tokens) would succeed now."""
-        seqs = self._seqs_to_append("can_append_many", seq_ids, num_tokens)
+        seqs, num_tokens = self._seqs_to_append("can_append_many", seq_ids, num_tokens)
         return self._num_blocks_to_append(seqs, num_tokens) <= self.pool.num_available
 
     def append_many(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[Append]:
@@ -159,7 +161,7 @@ class SequenceTables:
         All copies can be done in one batch, before the writes of any of the sequences: no block is
         both source and destination.
         """
-        seqs = self._seqs_to_append("append_many", seq_ids, num_tokens)
+        seqs, num_tokens = self._seqs_to_append("append_many", seq_ids, num_tokens)
         self._check_available("append_many", self._num_blocks_to_append(seqs, num_tokens))
         grown = [Append([], []) for _ in seqs]
         for seq, n, one in zip(seqs, num_tokens, grown, strict=True):
@@ -168,7 +170,7 @@ class SequenceTables:
 
     def append_batch(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> Append:
         """append_many() with one list of all slots, in order, and one of all copies."""
-        seqs = self._seqs_to_append("append_batch", seq_ids, num_tokens)
+        seqs, num_tokens = self._seqs_to_append("append_batch", seq_ids, num_tokens)
         self._check_available("append_batch", self._num_blocks_to_append(seqs, num_tokens))
         grown = Append([], [])
         add_slot, size = grown.slots.append, self.block_size
@@ -183,6 +185,31 @@ class SequenceTables:
                     continue
             self._append(seq, n, grown)
         return grown
+
+    def undo_append(
+        self, seq_ids: Sequence[int], old_lens: Sequence[int], copies: Sequence[tuple[int, int]]
+    ) -> None:
+        """Takes back the append just made: what it asked of the device could not be done.
+
+        Args:
+            seq_ids: its sequences.
+            old_lens: their lengths before it.
+            copies: the copies it asked for. Their sequences share the source block again.
+        """
+        sources = {target: source for source, target in copies}
+        for seq_id, old_len in zip(reversed(seq_ids), reversed(old_lens), strict=True):
+            seq = self._seq(seq_id)
+            keep = self._num_blocks_of(old_len)
+            self.pool.free(seq.blocks[keep:][::-1])
+            del seq.blocks[keep:]
+            source = sources.get(seq.blocks[-1]) if seq.blocks else None
+            if source is not None:
+                self.pool.share([source])
+                self.pool.free([seq.blocks[-1]])
+                seq.blocks[-1] = source
+                self._num_copies -= 1
+            seq.stale_from = min(seq.stale_from, max(keep - 1, 0))
+            seq.length = old_len
 
     def fork(self, seq_id: int) -> int:
         """A new sequence with the same tokens, sharing all blocks; returns its id. Takes no block.
@@ -213,7 +240,7 @@ class SequenceTables:
                 f"BlockManager.reorder: parents must have one entry for each of {len(seq_ids)} "
                 f"sequences, got {len(parents)}"
             )
-        beams = self._seqs_to_append("reorder", seq_ids, [0] * len(seq_ids))
+        beams = self._distinct_seqs("reorder", seq_ids)
         sources = [self._seq(parent) for parent in parents]
         new = [(s.blocks.copy(), s.length, s.salt, s.tokens[:], s.num_indexed) for s in sources]
         # Owners are added before any is taken away: no block is free in between.
@@ -236,7 +263,7 @@ class SequenceTables:
         Raises ValueError if `new_len` is more than the sequence has.
         """
         seq = self._seq(seq_id)
-        check_count("BlockManager.truncate: new_len", new_len, 0)
+        new_len = check_count("BlockManager.truncate: new_len", new_len, 0)
         if new_len > seq.length:
             raise ValueError(
                 f"BlockManager.truncate: new_len must be at most {seq.length} (the length of "
@@ -327,9 +354,7 @@ class SequenceTables:
             needed += min(count, owners[block] - 1)
         return needed
 
-    def _seqs_to_append(
-        self, method: str, seq_ids: Sequence[int], num_tokens: Sequence[int]
-    ) -> list[SequenceState]:
+    def _distinct_seqs(self, method: str, seq_ids: Sequence[int]) -> list[SequenceState]:
         try:
             seqs = [self._seqs[seq_id] for seq_id in seq_ids]
         except KeyError as error:
@@ -338,15 +363,21 @@ class SequenceTables:
             raise ValueError(
                 f"BlockManager.{method}: seq_ids must be different, got {list(seq_ids)}"
             )
+        return seqs
+
+    def _seqs_to_append(
+        self, method: str, seq_ids: Sequence[int], num_tokens: Sequence[int]
+    ) -> tuple[list[SequenceState], Sequence[int]]:
+        seqs = self._distinct_seqs(method, seq_ids)
         if len(num_tokens) != len(seqs):
             raise ValueError(
                 f"BlockManager.{method}: num_tokens must have one entry for each of {len(seqs)} "
                 f"sequences, got {len(num_tokens)}"
             )
         if set(map(type, num_tokens)) - {int} or min(num_tokens, default=0) < 0:
-            for n in num_tokens:
-                check_count("BlockManager: num_tokens", n, 0)
-        return seqs
+            what = f"BlockManager.{method}: num_tokens"
+            num_tokens = [check_count(what, n, 0) for n in num_tokens]
+        return seqs, num_tokens
 
     def _append(self, seq: SequenceState, num_tokens: int, grown: Append) -> None:
         """Appends; there are blocks enough."""
@@ -362,7 +393,7 @@ class SequenceTables:
                 seq.stale_from = min(seq.stale_from, len(blocks) - 1)
                 if pool.events is not None:
                     pool.events.append(BlockEvent("copy", last, copy))
-            elif last in self._indexed:
+            elif last in self._indexed and self._forget is not None:
                 self._forget(last)  # else it would be found for what it held before
         end = start + num_tokens
         growth = self._num_blocks_of(end) - len(blocks)

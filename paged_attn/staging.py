@@ -55,7 +55,7 @@ class _Buffer:
     """Host memory, and the event after the last copy from it."""
 
     def __init__(self, num_bytes: int, pinned: bool, event: Event | None) -> None:
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.bytes: NDArray[np.uint8] = self.tensor.numpy()
         self.event = event
         self.in_flight = False
@@ -80,8 +80,12 @@ class StagingRing:
         self.device = device
         self._make_event = make_event
         # Replaced in tests by one that copies late, as a busy stream does.
-        self._copy = copy or (lambda target, source: target.copy_(source, non_blocking=True))
+        self._copy = copy or _copy_async
         self._ring: deque[_Buffer] = deque()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which begin with no buffer: what one holds is on its way."""
+        return self.__dict__ | {"_ring": deque()}
 
     @property
     def num_buffers(self) -> int:
@@ -125,3 +129,7 @@ class StagingRing:
         buffer = _Buffer(max(4096, 2 * num_bytes), self.device.type == "cuda", event)
         self._ring.append(buffer)
         return buffer
+
+
+def _copy_async(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)

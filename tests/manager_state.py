@@ -30,7 +30,7 @@ def manager_state(manager: BlockManager) -> object:
         manager.stats(),
         pool_state(manager.pool),
         pool_state(manager.host_pool),
-        copy.deepcopy((manager._pins, [blocks for _, blocks in manager._transfers.values()])),
+        copy.deepcopy((manager._pins, [held.sources for held in manager._transfers.values()])),
         None if prefix is None else copy.deepcopy((prefix.entries, prefix._blocks)),
     )
 

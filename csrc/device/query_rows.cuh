@@ -50,9 +50,7 @@ class QueryRows {
   FragmentB fragments[kDim / 16][kColumns];
 
   // What a score is multiplied by: scale, K's scale and log2(e), for row 2t + c of column tile n.
-  __device__ float factor(int n, int c) const {
-    return kRescaled ? factors_[n][c] : scale_;
-  }
+  __device__ float factor(int n, int c) const { return kRescaled ? factors_[n][c] : scale_; }
 
   // The sum of row g of column tile n, of the elements as the products have them.
   __device__ float sum_of_row(int n) const {

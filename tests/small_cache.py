@@ -1,0 +1,29 @@
+"""A PagedKVCache that fits on a hand, and rows to write to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_attn import PagedKVCache
+
+HEAD_DIM = 8
+
+
+def make_cache(**options: Any) -> PagedKVCache:
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "num_blocks": 8,
+        "block_size": 4,
+        "num_kv_heads": 2,
+        "head_dim": HEAD_DIM,
+        "dtype": torch.float32,
+    }
+    return PagedKVCache(**settings | options)
+
+
+def rows(num_tokens: int, heads: int = 2, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, heads, HEAD_DIM, generator=generator)
