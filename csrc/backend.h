@@ -40,6 +40,7 @@ struct DecodeCall {
 };
 
 void decode(const DecodeCall& call, Stream stream);
+void append_slots(const AppendSlotsParams& params, Stream stream);
 void merge_states(const MergeParams& params, Stream stream);
 void write_cache(const CacheWriteParams& params, Stream stream);
 void gather_cache(const GatherParams& params, Stream stream);

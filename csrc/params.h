@@ -34,6 +34,12 @@ struct PoolView {
   }
 };
 
+// A factor that is a product of scales, kept finite: where it overflows, a score of 0 stays 0.
+constexpr float finite_factor(float product) {
+  constexpr float kLargest = 3.402823466e+38f;
+  return product > kLargest ? kLargest : product < -kLargest ? -kLargest : product;
+}
+
 // value = stored * scale. All three kinds of scale are this view: per tensor has three zero
 // strides, per head only a head stride; without `data` the scale is `value` everywhere.
 struct ScaleView {
@@ -297,6 +303,32 @@ struct CacheWriteParams {
   DType kv_dtype;
   int64_t num_tokens;
   bool vector_aligned;
+};
+
+// Where new_len tokens that follow each sequence's cached ones go, and the lengths with them.
+struct AppendSlotsParams {
+  BlockTables block_tables;
+  const int32_t* cached_lens;  // [num_seqs]
+  int64_t* slots;              // [num_seqs, new_len]; -1: nowhere
+  int32_t* seq_lens;           // [num_seqs]
+  int64_t num_seqs;
+  int32_t new_len;
+  int32_t block_size;
+
+  // A sequence of negative length has no tokens and gets none; nor does one without room.
+  constexpr int64_t slot(int64_t seq, int64_t index) const {
+    if (cached_lens[seq] < 0) return -1;
+    const int64_t position = cached_lens[seq] + index;
+    const int64_t number = position / block_size;
+    if (number >= block_tables.max_blocks) return -1;
+    const int64_t block = block_tables.block(seq, number);
+    return block < 0 ? -1 : block * block_size + position % block_size;
+  }
+  constexpr int32_t seq_len(int64_t seq) const {
+    const int64_t capacity = block_tables.max_blocks * block_size;
+    const int64_t length = int64_t{cached_lens[seq]} + new_len;
+    return cached_lens[seq] < 0 ? 0 : static_cast<int32_t>(length < capacity ? length : capacity);
+  }
 };
 
 // Token `position` of sequence `seq`; seq is -1 for none.

@@ -20,6 +20,7 @@ _torch: Any = torch
 _forward_ad: Any = forward_ad
 _OP_NAMES = (
     "paged_attention",
+    "flash_attn_with_kvcache",
     "plan_decode",
     "merge_states",
     "reshape_and_cache",
@@ -182,23 +183,25 @@ def split_scale(scale: Scale) -> tuple[torch.Tensor | None, float | None]:
     return None, float(scale)
 
 
-def refuse_gradients(op: str, **arguments: object) -> None:
+def refuse_gradients(op: str, names: str, values: tuple[object, ...]) -> None:
     """Raises RuntimeError if a gradient or a tangent would be lost: no op has a derivative.
 
     To be called where torch.is_grad_enabled(), which inference is not.
 
     Args:
         op: name of the function.
-        arguments: its arguments; those that are no tensors are left out.
+        names: of its arguments, with spaces between them.
+        values: the arguments; those that are no tensors are passed over.
     """
     dual = _forward_ad._current_level >= 0
-    for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor):
+    for i, value in enumerate(values):
+        if value is None or not isinstance(value, torch.Tensor):
             continue
         if value.requires_grad or (dual and _forward_ad.unpack_dual(value).tangent is not None):
             raise RuntimeError(
-                f"{op}: {name} must not require a gradient, as there is no derivative: call it "
-                "under torch.no_grad() or torch.inference_mode(), or give it a detached tensor"
+                f"{op}: {names.split()[i]} must not require a gradient, as there is no derivative: "
+                "call it under torch.no_grad() or torch.inference_mode(), or give it a detached "
+                "tensor"
             )
 
 

@@ -56,12 +56,8 @@ def reshape_and_cache(
     if torch.is_grad_enabled():
         _ops.refuse_gradients(
             "reshape_and_cache",
-            key=key,
-            value=value,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            "key value key_cache value_cache k_scale v_scale",
+            (key, value, key_cache, value_cache, k_scale, v_scale),
         )
     k_tensor, k_float = split_scale(k_scale)
     v_tensor, v_float = split_scale(v_scale)
@@ -107,10 +103,8 @@ def gather_cache(
     if torch.is_grad_enabled():
         _ops.refuse_gradients(
             "gather_cache",
-            key_cache=key_cache,
-            value_cache=value_cache,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            "key_cache value_cache k_scale v_scale",
+            (key_cache, value_cache, k_scale, v_scale),
         )
     if total_tokens is None:
         total_tokens = int(seq_lens.sum())

@@ -265,14 +265,8 @@ def paged_attention(
     if torch.is_grad_enabled():
         _ops.refuse_gradients(
             "paged_attention",
-            query=query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
+            "query key_cache value_cache alibi_slopes sinks k_scale v_scale out",
+            (query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale, out),
         )
     if plan is not None:
         ragged, mask = cu_query_lens is not None, (causal, sliding_window)
@@ -334,7 +328,11 @@ def merge_states(
     Runs on the current stream of out_a's device and never waits for it.
     """
     if torch.is_grad_enabled():
-        _ops.refuse_gradients("merge_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+        _ops.refuse_gradients(
+            "merge_states",
+            "out_a lse_a out_b lse_b",
+            (out_a, lse_a, out_b, lse_b),
+        )
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(lse_a.shape, dtype=torch.float32, device=lse_a.device)
     _ops.lib.merge_states(out, lse, out_a, lse_a, out_b, lse_b)

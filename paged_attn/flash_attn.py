@@ -11,13 +11,13 @@ by
 
 from __future__ import annotations
 
-import functools
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from paged_attn import _ops
 from paged_attn._checks import check_count
-from paged_attn.cache import reshape_and_cache
 from paged_attn.decode import paged_attention
 
 __all__ = ["flash_attn_with_kvcache"]
@@ -82,17 +82,25 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: an argument of flash-attn's function that is not supported here; the
             message says what to do instead.
-        ValueError: k, v, cache_seqlens and block_table do not go together.
-        RuntimeError: a tensor does not fit; see `paged_attention` and `reshape_and_cache`.
+        ValueError: an argument is missing, or no such number is possible.
+        RuntimeError: a tensor does not fit, or requires a gradient; see `paged_attention` and
+            `reshape_and_cache`. On CPU lengths and table entries are checked always, on CUDA in
+            debug mode (`paged_attn.set_debug`); outside of it a sequence of negative length gets
+            no tokens and sees none, and tokens past the end of its row of block_table are not
+            written.
 
     Nothing is written before one of these. Runs on the current stream and never waits for the
     device.
     """
-    _refuse(rotary_cos is not None or rotary_sin is not None, "rotary_cos", "rotate q and k before")
-    _refuse(cache_batch_idx is not None, "cache_batch_idx", "choose rows of block_table instead")
-    _refuse(cache_leftpad is not None, "cache_leftpad", "leave padding out of the cache")
-    _refuse(block_table is None, "block_table=None", "the cache must be paged")
-    if block_table is None or cache_seqlens is None:
+    if rotary_cos is not None or rotary_sin is not None:
+        _refuse("rotary_cos", "rotate q and k before")
+    if cache_batch_idx is not None:
+        _refuse("cache_batch_idx", "choose rows of block_table instead")
+    if cache_leftpad is not None:
+        _refuse("cache_leftpad", "leave padding out of the cache")
+    if block_table is None:
+        _refuse("block_table=None", "the cache must be paged")
+    if cache_seqlens is None:
         raise ValueError(f"{_NAME}: cache_seqlens must be given, got None")
     if (k is None) != (v is None):
         raise ValueError(f"{_NAME}: k and v must both be given, or neither")
@@ -102,38 +110,67 @@ def flash_attn_with_kvcache(
         )
     if softcap < 0:
         raise ValueError(f"{_NAME}: softcap must be at least 0, got {softcap}")
-    causal, sliding_window = _mask(causal, window_size, q.shape[1])
+    num_seqs, query_len = q.shape[:2]
+    causal, sliding_window = _mask(causal, window_size, query_len)
     if alibi_slopes is not None:
-        _refuse(alibi_slopes.dim() != 1, "alibi_slopes of a batch", "give one slope a head")
-        _refuse(not causal and q.shape[1] > 1, "alibi_slopes without causal", "pass causal=True")
-
-    seq_lens = _seq_lens(cache_seqlens, q)
-    attend = functools.partial(
-        paged_attention,
-        scale=softmax_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        softcap=softcap or None,
-        alibi_slopes=alibi_slopes,
-        return_lse=return_softmax_lse,
+        if alibi_slopes.dim() != 1:
+            _refuse("alibi_slopes of a batch", "give one slope a head")
+        if not causal and query_len > 1:
+            _refuse("alibi_slopes without causal", "pass causal=True")
+    if not isinstance(cache_seqlens, Tensor):
+        length = check_count(f"{_NAME}: cache_seqlens, unless a tensor,", cache_seqlens, 0)
+        cache_seqlens = torch.full((num_seqs,), length, dtype=torch.int32, device=q.device)
+    if k is None or v is None:
+        result = paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            cache_seqlens,
+            scale=softmax_scale,
+            causal=causal,
+            sliding_window=sliding_window,
+            softcap=softcap or None,
+            alibi_slopes=alibi_slopes,
+            return_lse=return_softmax_lse,
+        )
+        return (result[0], _by_head(result[1])) if isinstance(result, tuple) else result
+    if torch.is_grad_enabled():
+        _ops.refuse_gradients(
+            _NAME,
+            "q k_cache v_cache k v alibi_slopes",
+            (q, k_cache, v_cache, k, v, alibi_slopes),
+        )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = None
+    if return_softmax_lse:
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    _ops.lib.flash_attn_with_kvcache(
+        out,
+        lse,
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        block_table,
+        cache_seqlens,
+        softmax_scale,
+        causal,
+        sliding_window,
+        softcap or None,
+        alibi_slopes,
     )
-    if k is not None and v is not None:
-        slots = _slots(k, q, seq_lens, block_table, k_cache.shape[1])
-        seq_lens = seq_lens + k.shape[1]
-        _check_lens(seq_lens, block_table, k_cache.shape[1])
-        # Attention over no sequences launches nothing, but checks what could be wrong with it.
-        attend(q[:0], k_cache, v_cache, block_table[:0], seq_lens[:0])
-        reshape_and_cache(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots)
-    result = attend(q, k_cache, v_cache, block_table, seq_lens)
-    if isinstance(result, tuple):
-        out, lse = result
-        return out, lse.transpose(1, 2).contiguous()
-    return result
+    return out if lse is None else (out, _by_head(lse))
 
 
-def _refuse(bad: bool, what: str, instead: str) -> None:
-    if bad:
-        raise NotImplementedError(f"{_NAME}: {what} is not supported: {instead}")
+def _by_head(lse: Tensor) -> Tensor:
+    """[batch, query_len, heads] as flash-attn has it."""
+    return lse.transpose(1, 2).contiguous()
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise NotImplementedError(f"{_NAME}: {what} is not supported: {instead}")
 
 
 def _mask(causal: bool, window_size: tuple[int, int], query_len: int) -> tuple[bool, int | None]:
@@ -144,50 +181,6 @@ def _mask(causal: bool, window_size: tuple[int, int], query_len: int) -> tuple[b
             f"{_NAME}: window_size must be -1 or more on both sides, got {window_size}"
         )
     # The last position sees no later key in any case.
-    right = -1 if query_len == 1 else right
-    _refuse(right > 0 and not causal, f"window_size={window_size}", "right must be -1 or 0")
-    return causal or right == 0, None if left == -1 else left + 1
-
-
-def _seq_lens(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
-    if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = check_count(f"{_NAME}: cache_seqlens, unless a tensor,", cache_seqlens, 0)
-        return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    if cache_seqlens.shape != (q.shape[0],):
-        raise ValueError(
-            f"{_NAME}: cache_seqlens must be [{q.shape[0]}] as q has sequences, "
-            f"got {tuple(cache_seqlens.shape)}"
-        )
-    return cache_seqlens
-
-
-def _slots(k: Tensor, q: Tensor, seq_lens: Tensor, block_table: Tensor, block_size: int) -> Tensor:
-    """Where positions seq_lens[b], seq_lens[b] + 1, ... of each sequence are: int64 [tokens]."""
-    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"{_NAME}: block_table must be [{q.shape[0]}, max_blocks], "
-            f"got {tuple(block_table.shape)}"
-        )
-    if k.dim() != 4 or k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"{_NAME}: k must be [{q.shape[0]}, new_len, num_kv_heads, head_dim], "
-            f"got {tuple(k.shape)}"
-        )
-    positions = seq_lens.long()[:, None] + torch.arange(k.shape[1], device=k.device)
-    # On a GPU a position past the table cannot be refused without waiting: it is not written.
-    number = positions // block_size
-    inside = number < block_table.shape[1]
-    if block_table.shape[1] == 0:
-        return torch.full_like(positions, -1).flatten()
-    block = block_table.long().gather(1, number.clamp(0, block_table.shape[1] - 1))
-    return torch.where(inside, block * block_size + positions % block_size, -1).flatten()
-
-
-def _check_lens(seq_lens: Tensor, block_table: Tensor, block_size: int) -> None:
-    """On a CPU, where looking costs nothing."""
-    room = block_table.shape[1] * block_size
-    if seq_lens.device.type == "cpu" and bool((seq_lens > room).any()):
-        raise ValueError(
-            f"{_NAME}: cache_seqlens with the new tokens must be at most {room} (the blocks of "
-            f"block_table), got {seq_lens.tolist()}"
-        )
+    if right > 0 and query_len > 1 and not causal:
+        _refuse(f"window_size={window_size}", "right must be -1 or 0")
+    return causal or (right == 0 and query_len > 1), None if left == -1 else left + 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import paged_attn
 from paged_attn import paged_attention, reshape_and_cache
+from paged_attn.flash_attn import flash_attn_with_kvcache
 
 ops: Any = torch.ops.paged_attn
 EAGER_BACKENDS = ("aot_eager", "inductor")
@@ -93,6 +94,17 @@ SAMPLES: dict[str, tuple[Any, tuple[Any, ...]]] = {
             chunk_size=4,
         ),
     ),
+    "flash_attn": (
+        ops.flash_attn_with_kvcache,
+        (
+            *(torch.zeros(2, 1, 4, 16), torch.zeros(2, 1, 4), torch.randn(2, 1, 4, 16)),
+            *(torch.randn(2, 3, 2, 16), torch.randn(2, 3, 2, 16)),
+            *pools(),
+            tables()[0],
+            torch.tensor([1, 4], dtype=torch.int32),
+            *(0.5, True, 3, 2.0, torch.ones(4)),
+        ),
+    ),
     "plan": (
         ops.plan_decode,
         (torch.empty(8192, dtype=torch.int32), tables()[1], None, 0, 4, 2, 16, 1, True, None, 2),
@@ -134,6 +146,7 @@ def test_every_op_is_sampled() -> None:
 def test_schemas_mark_what_is_written() -> None:
     written = {
         "paged_attention": {"out", "lse", "plan"},
+        "flash_attn_with_kvcache": {"out", "lse", "k_cache", "v_cache"},
         "plan_decode": {"plan"},
         "merge_states": {"out", "lse"},
         "reshape_and_cache": {"key_cache", "value_cache", "k_scale", "v_scale"},
@@ -325,3 +338,28 @@ def test_fake_tensors_run_the_fakes() -> None:
             query, key_cache, value_cache, block_tables, seq_lens, return_lse=True
         )
     assert [tuple(t.shape) for t in result] == [(2, 4, 16), (2, 4)]
+
+
+def flash_step(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    result = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lens, block_table=tables()[0], causal=True,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    assert isinstance(result, tuple)
+    return result
+
+
+def test_flash_attn_compiles_whole() -> None:
+    generator = torch.Generator().manual_seed(4)
+    compiled = torch.compile(flash_step, fullgraph=True)
+    for query_len in (1, 2):
+        q = torch.randn(2, query_len, 4, 16, generator=generator)
+        k, v = torch.randn(2, 2, query_len, 2, 16, generator=generator)
+        eager, traced = pools(), pools()
+        for lens in (torch.tensor([1, 4]), torch.tensor([5, 6])):
+            want = flash_step(q, k, v, *eager, lens)
+            got = compiled(q, k, v, *traced, lens)
+            for a, b in zip((*want, *eager), (*got, *traced), strict=True):
+                assert torch.equal(a, b)

@@ -128,8 +128,8 @@ WRONG = [
         put(out=lambda t: t[:, :1].expand(2, 4, 16)),
     ),
     # Numbers.
-    attention("scale must be finite, got nan", put(scale=float("nan"))),
-    attention("scale must be finite, got inf", put(scale=float("inf"))),
+    attention("scale must be finite in float32, got nan", put(scale=float("nan"))),
+    attention("scale must be finite in float32, got inf", put(scale=float("inf"))),
     attention("softcap must be positive and finite.*got 0$", put(softcap=0.0)),
     attention("softcap must be positive and finite.*got -1$", put(softcap=-1.0)),
     attention("softcap must be positive and finite.*got nan", put(softcap=float("nan"))),
@@ -137,9 +137,9 @@ WRONG = [
     attention("sliding_window must be at least 1.*got -1$", put(sliding_window=-1)),
     attention("k_scale must be given, as an int8", put(**INT8, v_scale=1.0)),
     attention("v_scale must be given, as an int8", put(**INT8, k_scale=1.0)),
-    attention("k_scale must be positive and finite, got 0", put(k_scale=0.0)),
-    attention("v_scale must be positive and finite, got -2", put(v_scale=-2.0)),
-    attention("v_scale must be positive and finite, got nan", put(v_scale=float("nan"))),
+    attention("k_scale must be positive and finite in float32, got 0", put(k_scale=0.0)),
+    attention("v_scale must be positive and finite in float32, got -2", put(v_scale=-2.0)),
+    attention("v_scale must be positive and finite in float32, got nan", put(v_scale=float("nan"))),
     # Contents.
     attention(
         "seq_lens must not be negative, got -1 for sequence 1",

@@ -81,7 +81,7 @@ WRONG = [
     ),
     Wrong(RC, "k_scale must be given, as an int8", put(**INT8, v_scale=1.0)),
     Wrong(RC, "v_scale must be given, as an int8", put(**INT8, k_scale=1.0)),
-    Wrong(RC, "k_scale must be positive and finite, got -1", put(**FP8, k_scale=-1.0)),
+    Wrong(RC, "k_scale must be positive and finite in float32, got -1", put(**FP8, k_scale=-1.0)),
     Wrong(
         RC,
         "k_scale must be positive and finite, got inf at 0",

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import Backend
 from manager_state import manager_state, unchanged
-from small_cache import HEAD_DIM, make_cache, rows
+from small_cache import HEAD_DIM, attention_inputs, make_cache, pools, rows
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -23,17 +24,13 @@ from paged_attn import (
     merge_states,
     paged_attention,
     plan_decode,
+    reference,
     reshape_and_cache,
     swap_blocks,
 )
 from paged_attn.flash_attn import flash_attn_with_kvcache
 
 make_dual: Any = forward_ad.make_dual
-
-
-def pools(num_blocks: int = 4, block_size: int = 4) -> tuple[Tensor, Tensor]:
-    shape = (num_blocks, block_size, 2, HEAD_DIM)
-    return torch.arange(float(np.prod(shape))).reshape(shape), torch.zeros(shape)
 
 
 # Mappings.
@@ -264,17 +261,6 @@ def test_transfer_is_not_cancelled_after_its_sequence_went_on() -> None:
 # Gradients.
 
 
-def attention_inputs() -> dict[str, Any]:
-    key, value = pools()
-    return {
-        "query": rows(2, 4),
-        "key_cache": key,
-        "value_cache": value,
-        "block_tables": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
-        "seq_lens": torch.tensor([5, 7], dtype=torch.int32),
-    }
-
-
 def refused(op: str, name: str) -> Any:
     return pytest.raises(RuntimeError, match=rf"{op}: {name} must not require.*torch\.no_grad")
 
@@ -451,3 +437,110 @@ def test_integers_of_numpy() -> None:
         manager.append(seq, 1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="query_lens must be an int, got bool"):
         cache.step([seq], True)
+
+
+# Products of scales.
+
+
+def test_scales_past_the_largest_float() -> None:
+    def attend(**options: Any) -> object:
+        return paged_attention(**attention_inputs() | options)
+
+    for name in ("scale", "softcap", "k_scale", "v_scale"):
+        for value in (1e39, float("inf"), float("nan")):
+            with pytest.raises(RuntimeError, match=f"{name} must be.*finite in float32"):
+                attend(**{name: value})
+    for name in ("softcap", "k_scale"):  # which as floats are 0
+        with pytest.raises(RuntimeError, match=f"{name} must be positive"):
+            attend(**{name: 1e-60})
+    for k_scale in (1e30, torch.tensor(1e30), torch.tensor([1.0, 1e30])):
+        with pytest.raises(RuntimeError, match="k_scale must be finite when multiplied by scale"):
+            attend(scale=-1e30, k_scale=k_scale)
+    key, value_cache = pools()
+    with pytest.raises(RuntimeError, match="k_scale must be positive and finite in float32"):
+        reshape_and_cache(rows(1), rows(1), key, value_cache, torch.tensor([0]), k_scale=1e39)
+    assert torch.equal(key, pools()[0])
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
+def test_scores_of_zero_times_a_product_that_overflows(
+    backend: Backend, kv_dtype: torch.dtype
+) -> None:
+    # A scale per token is not looked at before: 0 times what overflows is still 0.
+    dtypes = [torch.float32] if kv_dtype == torch.float32 else [torch.float32, torch.float16]
+    for dtype in dtypes:
+        values = torch.arange(4.0).to(kv_dtype).view(1, 4, 1, 1).expand(1, 4, 1, HEAD_DIM)
+        tensors = [
+            torch.zeros(1, 1, HEAD_DIM, dtype=dtype),
+            torch.ones(1, 4, 1, HEAD_DIM).to(kv_dtype),
+            values.contiguous(),
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.tensor([4], dtype=torch.int32),
+            torch.full((1, 4, 1), 1e30),
+        ]
+        query, key, value, table, lens, k_scale = (backend.place(tensor) for tensor in tensors)
+        out = paged_attention(
+            query, key, value, table, lens, scale=1e30, k_scale=k_scale, v_scale=1.0
+        )
+        assert isinstance(out, Tensor)
+        torch.testing.assert_close(out.cpu().float(), torch.full((1, 1, HEAD_DIM), 1.5))
+
+
+# Blocks below a window.
+
+
+def test_blocks_below_a_window_may_be_gone(backend: Backend) -> None:
+    block_size, length, window = 4, 21, 6
+    generator = torch.Generator().manual_seed(0)
+    for query_len in (1, 3):
+        query = torch.randn(1, query_len, 4, HEAD_DIM, generator=generator)
+        key, value = torch.randn(2, 6, block_size, 2, HEAD_DIM, generator=generator)
+        table = torch.tensor([[5, 3, 1, 0, 2, 4]], dtype=torch.int32)
+        lens = torch.tensor([length], dtype=torch.int32)
+        options: dict[str, Any] = {"sliding_window": window}
+        want = reference.paged_attention(query, key, value, table, lens, **options)
+        first = (length - query_len + 1 - window) // block_size
+        for gone in (-1, 99):
+            holes = table.clone()
+            holes[0, :first] = gone
+            place = backend.place
+            placed = [place(tensor) for tensor in (query, key, value, holes, lens)]
+            with backend.checks():
+                out = paged_attention(*placed, **options)
+                ends = place(torch.tensor([0, query_len], dtype=torch.int32))
+                ragged = paged_attention(placed[0][0], *placed[1:], cu_query_lens=ends, **options)
+                for result in (out, ragged):
+                    assert isinstance(result, Tensor)
+                    torch.testing.assert_close(
+                        result.cpu().double().view_as(query), want, rtol=1e-5, atol=1e-5
+                    )
+                holes[0, first] = gone
+                placed[3] = place(holes)
+                with pytest.raises(RuntimeError, match=rf"got {gone} at \(0, {first}\)"):
+                    paged_attention(*placed, **options)
+
+
+# flash-attn's function with lengths from a device.
+
+
+@pytest.mark.backends("emulator", "cuda")  # on a CPU they are refused: see test_flash_attn.py
+def test_negative_lengths_write_nothing_where_they_are_not_checked(backend: Backend) -> None:
+    key, value = pools()
+    new_key, new_value = (rows(3, seed=s)[:, None].repeat(1, 2, 1, 1) for s in (1, 2))
+    query = torch.randn(3, 2, 4, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    table = torch.tensor([[3, 0], [1, 2], [3, 0]], dtype=torch.int32)
+    lens = torch.tensor([-1, 2, 7], dtype=torch.int32)
+    q, k_cache, v_cache, k, v, block_table, cache_seqlens = backend.place_all(
+        [query, key, value, new_key, new_value, table, lens]
+    )
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, block_table=block_table, causal=True
+    )
+    assert isinstance(out, Tensor)
+    for cache, before, new in ((k_cache, key, new_key), (v_cache, value, new_value)):
+        wrote = before.clone()
+        wrote[1, 2:4] = new[1]
+        wrote[0, 3] = new[2, 0]  # the last slot of the row; its second token has no room
+        assert torch.equal(cache.cpu(), wrote)
+    assert not out[0].cpu().any()
+    assert out[1:].cpu().any()

@@ -3,8 +3,10 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
+#include <vector>
 
 #include "bindings/device.h"
 
@@ -16,6 +18,44 @@ std::string device_name(const Tensor& tensor) {
   if (device.is_cpu()) return "cpu";
   if (device.is_cuda()) return join("cuda:", device.index());
   return join("device type ", static_cast<int>(device.type()));
+}
+
+// `count` numbers, `stride` apart from one another, from 0 on.
+struct Progression {
+  int64_t count;
+  int64_t stride;
+};
+
+// The dimensions of a tensor in bytes, an element's own among them.
+std::vector<Progression> progressions(const Arg& arg) {
+  const auto bytes = static_cast<int64_t>(arg.tensor().element_size());
+  std::vector<Progression> found{{bytes, 1}};
+  for (int64_t i = 0; i < arg.rank(); ++i) {
+    if (arg.size(i) > 1) found.push_back({arg.size(i), arg.stride(i) * bytes});
+  }
+  return found;
+}
+
+int64_t largest_sum(const std::vector<Progression>& terms, size_t from = 0) {
+  int64_t sum = 0;
+  for (size_t i = from; i < terms.size(); ++i) sum += (terms[i].count - 1) * terms[i].stride;
+  return sum;
+}
+
+// Whether `target` is a sum of one number of each of the terms from number `from` on. Where strides
+// are nested, as in tensors that do not overlap themselves, few branches are open; after `budget`
+// steps the answer is yes.
+bool is_sum(const std::vector<Progression>& terms, size_t from, int64_t target, int& budget) {
+  if (target < 0 || --budget < 0) return budget < 0;
+  if (from == terms.size()) return target == 0;
+  const auto [count, stride] = terms[from];
+  const int64_t rest = largest_sum(terms, from + 1);
+  if (stride == 0) return is_sum(terms, from + 1, target, budget);
+  const int64_t least = target > rest ? (target - rest + stride - 1) / stride : 0;
+  for (int64_t i = std::min(count - 1, target / stride); i >= least; --i) {
+    if (is_sum(terms, from + 1, target - i * stride, budget)) return true;
+  }
+  return false;
 }
 
 Tensor as_dtype(const Arg& arg, ScalarType dtype) {
@@ -64,6 +104,11 @@ std::optional<DType> row_dtype(ScalarType dtype) {
     default:
       return std::nullopt;
   }
+}
+
+bool is_positive_float(double value) {
+  const auto rounded = static_cast<float>(value);
+  return rounded > 0 && std::isfinite(rounded);
 }
 
 int32_t checked_count(const char* op, const char* name, std::optional<int64_t> count) {
@@ -154,11 +199,83 @@ void Arg::require_pool() const {
   require(rank_ == 4, "be [num_blocks, block_size, num_kv_heads, head_dim], got ", shape());
 }
 
+// Each stride must reach past all that lies within the smaller ones.
 void Arg::require_no_overlap() const {
+  const auto next =
+      [this](int64_t below) {  // the dimension with the smallest stride of at least that
+        int64_t found = -1;
+        for (int64_t i = 0; i < rank_; ++i) {
+          if (sizes_[i] <= 1 || strides_[i] < below) continue;
+          if (found < 0 || strides_[i] < strides_[found]) found = i;
+        }
+        return found;
+      };
   for (int64_t i = 0; i < rank_; ++i) {
-    require(sizes_[i] <= 1 || strides_[i] != 0,
-            "not overlap itself, as it is written: it has stride 0 in dimension ", i);
+    if (sizes_[i] == 0) return;
   }
+  int64_t reach = 0;
+  int64_t count = 0;
+  for (int64_t dim = next(0); dim >= 0; dim = next(strides_[dim] + 1), ++count) {
+    require(strides_[dim] > reach, "not overlap itself, as it is written: it has stride ",
+            strides_[dim], " in dimension ", dim);
+    reach += (sizes_[dim] - 1) * strides_[dim];
+  }
+  for (int64_t i = 0; i < rank_; ++i) count -= sizes_[i] > 1;
+  require(count == 0, "not overlap itself, as it is written: two dimensions have one stride");
+}
+
+uintptr_t Arg::end_address() const {
+  int64_t last = 0;
+  for (int64_t i = 0; i < rank_; ++i) {
+    if (sizes_[i] == 0) return reinterpret_cast<uintptr_t>(data<void>());
+    last += (sizes_[i] - 1) * strides_[i];
+  }
+  return reinterpret_cast<uintptr_t>(data<void>()) +
+         (last + 1) * static_cast<int64_t>(tensor_.element_size());
+}
+
+bool Arg::is_same_view(const Arg& other) const {
+  if (data<void>() != other.data<void>() || dtype_ != other.dtype_ || !same_shape(other)) {
+    return false;
+  }
+  for (int64_t i = 0; i < rank_; ++i) {
+    if (sizes_[i] > 1 && strides_[i] != other.strides_[i]) return false;
+  }
+  return true;
+}
+
+// An element here and one there share a byte if i - j = distance for two offsets i and j; counted
+// from its end, j is added.
+bool Arg::overlaps(const Arg& other) const {
+  const auto begin = reinterpret_cast<uintptr_t>(data<void>());
+  const auto other_begin = reinterpret_cast<uintptr_t>(other.data<void>());
+  const uintptr_t end = end_address();
+  const uintptr_t other_end = other.end_address();
+  if (begin == end || other_begin == other_end || end <= other_begin || other_end <= begin) {
+    return false;
+  }
+  std::vector<Progression> terms = progressions(*this);
+  const std::vector<Progression> theirs = progressions(other);
+  const int64_t target = static_cast<int64_t>(other_begin - begin) + largest_sum(theirs);
+  for (const Progression& term : theirs) {
+    // Numbers of the same stride are one progression more.
+    const auto same = std::find_if(terms.begin(), terms.end(), [&](const Progression& mine) {
+      return mine.stride == term.stride;
+    });
+    if (same == terms.end()) {
+      terms.push_back(term);
+    } else {
+      same->count += term.count - 1;
+    }
+  }
+  std::sort(terms.begin(), terms.end(),
+            [](const Progression& a, const Progression& b) { return a.stride > b.stride; });
+  int budget = 10000;
+  return is_sum(terms, 0, target, budget);
+}
+
+void Arg::require_apart_from(const Arg& other) const {
+  require(!overlaps(other), "not share memory with ", other.name_, ", as it is written");
 }
 
 void Arg::require_index() const {

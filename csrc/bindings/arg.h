@@ -38,6 +38,9 @@ std::string dtype_name(ScalarType dtype);
 std::optional<DType> row_dtype(ScalarType dtype);
 
 // A count of at least 1; 0 for None, which in kernels stands for "off".
+// Whether a number is positive and finite as the float that kernels have of it.
+bool is_positive_float(double value);
+
 int32_t checked_count(const char* op, const char* name, std::optional<int64_t> count);
 
 class Arg {
@@ -57,6 +60,8 @@ class Arg {
   bool same_shape(const Arg& other) const;
   // Whether this has one element for each row of `rows`: its shape without the last dimension.
   bool one_per_row_of(const Arg& rows) const;
+  // The address behind the last element.
+  uintptr_t end_address() const;
 
   template <class T>
   T* data() const {
@@ -87,6 +92,11 @@ class Arg {
   void require_pool() const;
   // A tensor that is written must not overlap itself, as an expanded one does.
   void require_no_overlap() const;
+  // A tensor that is written shares no byte with `other`.
+  void require_apart_from(const Arg& other) const;
+  // Whether this is the same memory in the same order.
+  bool is_same_view(const Arg& other) const;
+  bool overlaps(const Arg& other) const;
 
   // An index tensor: int32 or int64, one dimension or two.
   void require_index() const;

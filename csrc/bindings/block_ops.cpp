@@ -95,6 +95,23 @@ void check_pools(const Arg& pool, const Arg& leader) {
   pool.require_no_overlap();
 }
 
+// Pools that overlap otherwise than as one tensor named twice.
+void check_apart(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches) {
+  constexpr const char* op = "copy_blocks";
+  std::vector<Arg> pools;
+  for (const Tensor& cache : key_caches) pools.emplace_back(op, "key_caches", cache);
+  for (const Tensor& cache : value_caches) pools.emplace_back(op, "value_caches", cache);
+  std::sort(pools.begin(), pools.end(),
+            [](const Arg& a, const Arg& b) { return a.data<char>() < b.data<char>(); });
+  for (size_t i = 0; i < pools.size(); ++i) {
+    const uintptr_t end = pools[i].end_address();
+    for (size_t j = i + 1;
+         j < pools.size() && reinterpret_cast<uintptr_t>(pools[j].data<char>()) < end; ++j) {
+      if (!pools[j].is_same_view(pools[i])) pools[j].require_apart_from(pools[i]);
+    }
+  }
+}
+
 }  // namespace
 
 void copy_blocks(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
@@ -120,6 +137,7 @@ void copy_blocks(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
       pools.push_back(block_runs(pool));
     }
   }
+  check_apart(key_caches, value_caches);
   const bool on_host = mapping.tensor().is_cpu() && !device::owns(mapping.tensor());
   if (!on_host) mapping.require_on_device_of(leader);
   const bool readable = mapping.tensor().is_cpu() || device::checks_values();
@@ -168,7 +186,8 @@ void swap_blocks(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outp
   dst.require_no_overlap();
   check_mapping_shape(mapping);
   mapping.require(mapping.tensor().is_cpu(), "be a CPU tensor, as the host starts the copies");
-  const bool same_pool = src.data<void>() == dst.data<void>();
+  const bool same_pool = src.is_same_view(dst);
+  if (!same_pool) dst.require_apart_from(src);
   check_pairs(mapping, mapping.tensor(), src.size(0), dst.size(0), same_pool);
   if (mapping.size(0) == 0) return;
 

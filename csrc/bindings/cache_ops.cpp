@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "bindings/arg.h"
+#include "bindings/cache_write.h"
 #include "bindings/device.h"
 #include "bindings/ops.h"
 #include "bindings/paged.h"
@@ -30,6 +31,12 @@ void check_rows(const Arg& rows, const Arg& leader) {
   rows.require(rows.dtype() == leader.dtype(), "have the dtype of ", leader.name(), ", ",
                dtype_name(leader.dtype()), ", got ", dtype_name(rows.dtype()));
   rows.require_dense_rows();
+}
+
+Arg checked_rows(Arg rows) {
+  rows.kernel_dtype(/*allow_8bit=*/false);
+  check_rows(rows, rows);
+  return rows;
 }
 
 void check_heads(const Arg& rows, const PagedShape& shape) {
@@ -57,13 +64,69 @@ void check_slots(const Arg& slots, const PagedShape& shape) {
   }
 }
 
+// Scales that are written have memory of their own.
+void check_computed(const char* op, const ScaleArg& k_scale, bool compute_k,
+                    const ScaleArg& v_scale, bool compute_v) {
+  if (!compute_k || !compute_v) return;
+  Arg(op, k_scale.name, *k_scale.tensor).require_apart_from(Arg(op, v_scale.name, *v_scale.tensor));
+}
+
 }  // namespace
+
+CacheWrite::CacheWrite(Arg key, Arg value, Tensor key_cache, Tensor value_cache,
+                       const ScaleArg& k_scale, const ScaleArg& v_scale)
+    : key_(checked_rows(std::move(key))),
+      value_(std::move(value)),
+      pools_(key_.op(), std::move(key_cache), std::move(value_cache), key_, key_.size(2),
+             key_.dtype()) {
+  check_rows(value_, key_);
+  check_heads(key_, pools_.shape);
+  for (const Arg* pool : {&pools_.key, &pools_.value}) {
+    pool->require_no_overlap();
+    pool->require_apart_from(key_);
+    pool->require_apart_from(value_);
+  }
+  // The same rows may be written twice to the same places.
+  if (!pools_.key.is_same_view(pools_.value) || !key_.is_same_view(value_)) {
+    pools_.key.require_apart_from(pools_.value);
+  }
+  params_ = {.key = rows_view(key_),
+             .value = rows_view(value_),
+             .key_cache = pool_view(pools_.key),
+             .value_cache = pool_view(pools_.value),
+             .shape = pools_.shape,
+             .input_dtype = key_.kernel_dtype(/*allow_8bit=*/false),
+             .kv_dtype = pools_.dtype,
+             .vector_aligned = pools_.vector_aligned()};
+  params_.k_scale = scale_view(k_scale, pools_, key_, ScaleUse::kCompute, &params_.compute_k_scale);
+  params_.v_scale = scale_view(v_scale, pools_, key_, ScaleUse::kCompute, &params_.compute_v_scale);
+  check_computed(key_.op(), k_scale, params_.compute_k_scale, v_scale, params_.compute_v_scale);
+}
+
+void CacheWrite::set_slots(const Arg& slots) {
+  slots.require_on_device_of(key_);
+  slots.require_index();
+  slots.require(slots.rank() == 1 && slots.size(0) <= key_.size(0), "be [n] with n at most ",
+                key_.name(), "'s ", key_.size(0), " tokens, got ", slots.shape());
+  check_slots(slots, pools_.shape);
+  params_.num_tokens = slots.size(0);
+  if (params_.num_tokens == 0) return;
+  const device::Scope scope(key_.tensor());
+  slots_ = as_contiguous_int64(slots);
+  params_.slot_mapping = static_cast<const int64_t*>(slots_->data_ptr());
+}
+
+void CacheWrite::run() const {
+  if (params_.num_tokens == 0) return;
+  const device::Scope scope(key_.tensor());
+  backend::write_cache(params_, scope.stream());
+}
 
 void reshape_and_cache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
   constexpr const char* op = "reshape_and_cache";
   Reader in(stack);
-  const Arg key(op, "key", in.tensor());
-  const Arg value(op, "value", in.tensor());
+  Arg key(op, "key", in.tensor());
+  Arg value(op, "value", in.tensor());
   Tensor key_cache = in.tensor();
   Tensor value_cache = in.tensor();
   const Arg slots(op, "slot_mapping", in.tensor());
@@ -71,38 +134,10 @@ void reshape_and_cache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*nu
   ScaleArg v_scale{.name = "v_scale", .tensor = in.optional_tensor()};
   k_scale.value = in.optional_float();
   v_scale.value = in.optional_float();
-
-  const DType input_dtype = key.kernel_dtype(/*allow_8bit=*/false);
-  check_rows(key, key);
-  check_rows(value, key);
-  const Pools pools(op, std::move(key_cache), std::move(value_cache), key, key.size(2),
-                    key.dtype());
-  check_heads(key, pools.shape);
-  pools.key.require_no_overlap();
-  pools.value.require_no_overlap();
-  slots.require_on_device_of(key);
-  slots.require_index();
-  slots.require(slots.rank() == 1 && slots.size(0) <= key.size(0), "be [n] with n at most key's ",
-                key.size(0), " tokens, got ", slots.shape());
-  check_slots(slots, pools.shape);
-
-  CacheWriteParams params{.key = rows_view(key),
-                          .value = rows_view(value),
-                          .key_cache = pool_view(pools.key),
-                          .value_cache = pool_view(pools.value),
-                          .shape = pools.shape,
-                          .input_dtype = input_dtype,
-                          .kv_dtype = pools.dtype,
-                          .num_tokens = slots.size(0),
-                          .vector_aligned = pools.vector_aligned()};
-  params.k_scale = scale_view(k_scale, pools, key, ScaleUse::kCompute, &params.compute_k_scale);
-  params.v_scale = scale_view(v_scale, pools, key, ScaleUse::kCompute, &params.compute_v_scale);
-  if (params.num_tokens == 0) return;
-
-  const device::Scope scope(key.tensor());
-  const Tensor slot_mapping = as_contiguous_int64(slots);
-  params.slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr());
-  backend::write_cache(params, scope.stream());
+  CacheWrite write(std::move(key), std::move(value), std::move(key_cache), std::move(value_cache),
+                   k_scale, v_scale);
+  write.set_slots(slots);
+  write.run();
 }
 
 void gather_cache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {

@@ -19,6 +19,12 @@ constexpr Op kOps[] = {
      "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float? k_scale_value, "
      "float? v_scale_value, int? chunk_size, Tensor(c!)? plan, int plan_kv_bytes) -> ()",
      paged_attention},
+    {"flash_attn_with_kvcache",
+     "flash_attn_with_kvcache(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k, Tensor v, "
+     "Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor block_table, Tensor cache_seqlens, "
+     "float? softmax_scale, bool causal, int? sliding_window, float? softcap, "
+     "Tensor? alibi_slopes) -> ()",
+     flash_attn_with_kvcache},
     {"plan_decode",
      "plan_decode(Tensor(a!) plan, Tensor seq_lens, Tensor? cu_query_lens, int num_tokens, "
      "int num_q_heads, int num_kv_heads, int head_dim, int query_len, bool causal, "

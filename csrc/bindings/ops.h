@@ -14,6 +14,7 @@ void implement_ops(torch::stable::detail::StableLibrary& library);
 using BoxedKernel = void(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
 BoxedKernel paged_attention;
+BoxedKernel flash_attn_with_kvcache;
 BoxedKernel plan_decode;
 BoxedKernel merge_states;
 BoxedKernel reshape_and_cache;

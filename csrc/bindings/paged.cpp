@@ -27,22 +27,27 @@ bool rows_aligned(const Arg& pool) {
   return aligned;
 }
 
-bool is_scale(double value) { return value > 0 && std::isfinite(value); }
+void check_product(const char* op, const char* name, float value, float factor) {
+  if (!std::isfinite(value * factor)) {
+    fail(op, ": ", name, " must be finite when multiplied by scale, ", factor, ", got ", value);
+  }
+}
 
-void check_scale_values(const Arg& scale) {
+void check_scale_values(const Arg& scale, float factor) {
   if (!device::checks_values()) return;
   const Tensor host = device::to_host(scale.tensor());
   const float* data = static_cast<const float*>(host.data_ptr());
   const int64_t count = scale.numel();
   const int64_t stride = scale.rank() == 0 ? 0 : host.stride(0);
   for (int64_t i = 0; i < count; ++i) {
-    scale.require(is_scale(data[i * stride]), "be positive and finite, got ", data[i * stride],
-                  " at ", i);
+    const float value = data[i * stride];
+    scale.require(is_positive_float(value), "be positive and finite, got ", value, " at ", i);
+    check_product(scale.op(), scale.name(), value, factor);
   }
 }
 
 void check_values(const PagedSequences& sequences, const Arg& tables, const Arg& lens,
-                  const PagedShape& shape) {
+                  const PagedShape& shape, const TouchedTokens& touched) {
   const Tensor host_tables = device::to_host(tables.tensor());
   const Tensor host_lens = device::to_host(lens.tensor());
   const int64_t capacity = sequences.tables.max_blocks * shape.block_size;
@@ -53,7 +58,7 @@ void check_values(const PagedSequences& sequences, const Arg& tables, const Arg&
                  sequences.tables.max_blocks, " blocks of ", shape.block_size, " tokens, got ",
                  length, " for sequence ", seq);
     const int64_t used = (length + shape.block_size - 1) / shape.block_size;
-    for (int64_t i = 0; i < used; ++i) {
+    for (int64_t i = touched.first(seq, length) / shape.block_size; i < used; ++i) {
       const int64_t block = tables.index_at(host_tables, seq, i);
       tables.require(block >= 0 && block < shape.num_blocks, "name blocks of a pool of ",
                      shape.num_blocks, ", got ", block, " at (", seq, ", ", i, ")");
@@ -96,6 +101,17 @@ Pools::Pools(const char* op, Tensor key_cache, Tensor value_cache, const Arg& le
 
 bool Pools::vector_aligned() const { return rows_aligned(key) && rows_aligned(value); }
 
+int64_t TouchedTokens::first(int64_t seq, int64_t length) const {
+  if (sliding_window == 0) return 0;
+  int64_t num_queries = query_len;
+  if (cu_query_lens) {
+    num_queries = cu_query_lens->index_at(*host_cu_query_lens, seq + 1) -
+                  cu_query_lens->index_at(*host_cu_query_lens, seq);
+  }
+  const int64_t seen = num_queries == 0 ? 0 : num_queries + sliding_window - 1;
+  return std::max<int64_t>(0, length - std::max(seen, new_len));
+}
+
 PoolView pool_view(const Arg& pool) {
   return {.data = pool.data<void>(),
           .block_stride = pool.stride(0),
@@ -104,7 +120,7 @@ PoolView pool_view(const Arg& pool) {
 }
 
 ScaleView scale_view(const ScaleArg& scale, const Pools& pools, const Arg& leader, ScaleUse use,
-                     bool* per_token) {
+                     bool* per_token, float factor) {
   const char* op = leader.op();
   if (per_token != nullptr) *per_token = false;
   if (!scale.tensor) {
@@ -112,9 +128,10 @@ ScaleView scale_view(const ScaleArg& scale, const Pools& pools, const Arg& leade
       fail(op, ": ", scale.name, " must be given, as an int8 cache means nothing without it");
     }
     const double value = scale.value.value_or(1.0);
-    if (!is_scale(value)) {
-      fail(op, ": ", scale.name, " must be positive and finite, got ", value);
+    if (!is_positive_float(value)) {
+      fail(op, ": ", scale.name, " must be positive and finite in float32, got ", value);
     }
+    check_product(op, scale.name, static_cast<float>(value), factor);
     return {.data = nullptr, .value = static_cast<float>(value)};
   }
   const Arg arg(op, scale.name, *scale.tensor);
@@ -123,11 +140,11 @@ ScaleView scale_view(const ScaleArg& scale, const Pools& pools, const Arg& leade
   const PagedShape& shape = pools.shape;
   ScaleView view{.data = arg.data<float>(), .value = 1.f};
   if (arg.rank() == 0) {
-    check_scale_values(arg);
+    check_scale_values(arg, factor);
     return view;
   }
   if (arg.has_shape({shape.num_kv_heads})) {
-    check_scale_values(arg);
+    check_scale_values(arg, factor);
     view.head_stride = arg.stride(0);
     return view;
   }
@@ -148,7 +165,8 @@ ScaleView scale_view(const ScaleArg& scale, const Pools& pools, const Arg& leade
 }
 
 PagedSequences::PagedSequences(const char* op, Tensor block_tables_in, Tensor seq_lens_in,
-                               int64_t num_seqs, const Pools& pools, const Arg& leader) {
+                               int64_t num_seqs, const Pools& pools, const Arg& leader,
+                               const TouchedTokens& touched) {
   const Arg table_arg(op, "block_tables", std::move(block_tables_in));
   const Arg lens_arg(op, "seq_lens", std::move(seq_lens_in));
   for (const Arg* arg : {&table_arg, &lens_arg}) {
@@ -161,7 +179,7 @@ PagedSequences::PagedSequences(const char* op, Tensor block_tables_in, Tensor se
   lens_arg.require(lens_arg.has_shape({num_seqs}), "be [num_seqs] with num_seqs ", num_seqs,
                    ", got ", lens_arg.shape());
   tables.max_blocks = table_arg.size(1);
-  if (device::checks_values()) check_values(*this, table_arg, lens_arg, pools.shape);
+  if (device::checks_values()) check_values(*this, table_arg, lens_arg, pools.shape, touched);
   block_tables = as_int32(table_arg);
   seq_lens = as_contiguous_int32(lens_arg);
   tables.data = static_cast<const int32_t*>(block_tables.data_ptr());

@@ -39,9 +39,21 @@ enum class ScaleUse {
 };
 
 // Checks a scale against its pool. `per_token`, if given, tells whether it is one per token and
-// head.
+// head. `factor` is what it will be multiplied by.
 ScaleView scale_view(const ScaleArg& scale, const Pools& pools, const Arg& leader, ScaleUse use,
-                     bool* per_token = nullptr);
+                     bool* per_token = nullptr, float factor = 1.f);
+
+// Which tokens of a sequence a call touches, where values are checked.
+struct TouchedTokens {
+  int64_t query_len = 0;  // of every sequence, unless ragged
+  std::optional<Arg> cu_query_lens;
+  std::optional<Tensor> host_cu_query_lens;  // where the host can read them
+  int32_t sliding_window = 0;                // 0: all tokens are touched
+  int64_t new_len = 0;                       // the last ones are written before
+
+  // The first of `length` tokens of sequence `seq` that is touched.
+  int64_t first(int64_t seq, int64_t length) const;
+};
 
 // Table and lengths as kernels read them, with the tensors that keep them alive.
 struct PagedSequences {
@@ -50,9 +62,9 @@ struct PagedSequences {
   BlockTables tables;
 
   // Checks shapes, dtypes and device, and where device::checks_values() holds also that lengths
-  // fit the table and that every table entry in use names a block.
+  // fit the table and that every table entry of a token that is touched names a block.
   PagedSequences(const char* op, Tensor block_tables, Tensor seq_lens, int64_t num_seqs,
-                 const Pools& pools, const Arg& leader);
+                 const Pools& pools, const Arg& leader, const TouchedTokens& touched = {});
 };
 
 }  // namespace paged_attn

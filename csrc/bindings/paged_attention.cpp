@@ -1,4 +1,4 @@
-// paged_attention: checks, then the backend's kernels.
+// paged_attention, alone and after a write of new tokens: checks, then the backend's kernels.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 
 #include "backend.h"
 #include "bindings/arg.h"
+#include "bindings/cache_write.h"
 #include "bindings/device.h"
 #include "bindings/ops.h"
 #include "bindings/paged.h"
@@ -122,9 +123,10 @@ const float* per_head(const char* name, const std::optional<Tensor>& tensor, con
   return static_cast<const float*>(keep->data_ptr());
 }
 
-void check_cu_query_lens(const Arg& cu, int64_t num_tokens) {
-  if (!device::checks_values()) return;
-  const Tensor host = device::to_host(cu.tensor());
+// `host` has their values, where those are checked.
+void check_cu_query_lens(const Arg& cu, const std::optional<Tensor>& values, int64_t num_tokens) {
+  if (!values) return;
+  const Tensor& host = *values;
   cu.require(cu.index_at(host, 0) == 0, "start with 0, got ", cu.index_at(host, 0));
   for (int64_t i = 1; i < cu.size(0); ++i) {
     cu.require(cu.index_at(host, i) >= cu.index_at(host, i - 1), "never decrease, got ",
@@ -134,7 +136,10 @@ void check_cu_query_lens(const Arg& cu, int64_t num_tokens) {
   cu.require(last <= num_tokens, "end within query's ", num_tokens, " tokens, got ", last);
 }
 
-void check_results(const Arg& out, const std::optional<Arg>& lse, const Arg& query) {
+// A row of the output is written when its query has been read: they may be one tensor, but not
+// overlap otherwise.
+void check_results(const Arg& out, const std::optional<Arg>& lse, const Arg& query,
+                   const Pools& pools) {
   out.require_on_device_of(query);
   out.require(out.same_shape(query), "have the shape of query, ", query.shape(), ", got ",
               out.shape());
@@ -142,6 +147,9 @@ void check_results(const Arg& out, const std::optional<Arg>& lse, const Arg& que
               ", got ", dtype_name(out.dtype()));
   out.require_dense_rows();
   out.require_no_overlap();
+  if (!out.is_same_view(query)) out.require_apart_from(query);
+  out.require_apart_from(pools.key);
+  out.require_apart_from(pools.value);
   if (!lse) return;
   lse->require_on_device_of(query);
   lse->require(lse->one_per_row_of(query), "have the shape of query without head_dim, got ",
@@ -152,15 +160,18 @@ void check_results(const Arg& out, const std::optional<Arg>& lse, const Arg& que
 
 float checked_scale(const AttentionArgs& args, int64_t head_dim) {
   const double scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
-  if (!std::isfinite(scale)) fail(kOp, ": scale must be finite, got ", scale);
+  if (!std::isfinite(static_cast<float>(scale))) {
+    fail(kOp, ": scale must be finite in float32, got ", scale);
+  }
   return static_cast<float>(scale);
 }
 
 // 0 stands for "off" in kernels.
 float checked_softcap(const AttentionArgs& args) {
   if (!args.softcap) return 0.f;
-  if (!(*args.softcap > 0 && std::isfinite(*args.softcap))) {
-    fail(kOp, ": softcap must be positive and finite, or None for none, got ", *args.softcap);
+  if (!is_positive_float(*args.softcap)) {
+    fail(kOp, ": softcap must be positive and finite in float32, or None for none, got ",
+         *args.softcap);
   }
   return static_cast<float>(*args.softcap);
 }
@@ -184,16 +195,13 @@ void set_tensors(Call& call, const AttentionArgs& args, const Arg& query, const 
   params.query = rows_view(query);
   params.key_cache = pool_view(pools.key);
   params.value_cache = pool_view(pools.value);
-  params.k_scale =
-      scale_view({"k_scale", args.k_scale, args.k_scale_value}, pools, query, ScaleUse::kRead);
+  params.k_scale = scale_view({"k_scale", args.k_scale, args.k_scale_value}, pools, query,
+                              ScaleUse::kRead, nullptr, params.scale);
   params.v_scale =
       scale_view({"v_scale", args.v_scale, args.v_scale_value}, pools, query, ScaleUse::kRead);
   params.block_tables = call.sequences.tables;
   params.seq_lens = static_cast<const int32_t*>(call.sequences.seq_lens.data_ptr());
   if (cu_query_lens) {
-    cu_query_lens->require_on_device_of(query);
-    cu_query_lens->require_index();
-    check_cu_query_lens(*cu_query_lens, shape.num_tokens);
     call.cu_query_lens = as_contiguous_int32(*cu_query_lens);
     params.cu_query_lens = static_cast<const int32_t*>(call.cu_query_lens->data_ptr());
   }
@@ -210,9 +218,6 @@ void set_numbers(DecodeParams& params, const AttentionArgs& args, const Pools& p
   params.num_seqs = shape.num_seqs;
   params.query_len = static_cast<int32_t>(shape.query_len);
   params.num_q_heads = static_cast<int32_t>(shape.num_heads);
-  params.scale = checked_scale(args, shape.head_dim);
-  params.softcap = checked_softcap(args);
-  params.sliding_window = checked_count(kOp, "sliding_window", args.sliding_window);
   params.causal = args.causal;
   params.vector_aligned = pools.vector_aligned();
 }
@@ -253,10 +258,23 @@ void run(const DecodeParams& params, const Tensor& query, int32_t chunk_size,
                   scope.stream());
 }
 
-}  // namespace
+// A call whose arguments are checked.
+struct Prepared {
+  Tensor query;
+  Call call;
+  int32_t chunk_size;
+  std::optional<Arg> plan;
+  int32_t plan_kv_bytes;
 
-void paged_attention(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
-  const AttentionArgs args = read_args(stack);
+  void run() const {
+    if (call.params.num_tokens > 0 && call.params.num_q_heads > 0) {
+      paged_attn::run(call.params, query, chunk_size, plan, plan_kv_bytes);
+    }
+  }
+};
+
+// `new_len` of each sequence's tokens are written before.
+Prepared prepare(const AttentionArgs& args, int64_t new_len) {
   const Arg query(kOp, "query", args.query);
   const Arg out(kOp, "out", args.out);
   const std::optional<Arg> lse = named("lse", args.lse);
@@ -269,24 +287,132 @@ void paged_attention(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_
   const Pools pools(kOp, args.key_cache, args.value_cache, query, shape.head_dim, query.dtype());
   query.require(shape.num_heads % pools.shape.num_kv_heads == 0, "have a multiple of key_cache's ",
                 pools.shape.num_kv_heads, " KV heads, got ", shape.num_heads, " heads");
-  Call call{.params = {},
-            .sequences = PagedSequences(kOp, args.block_tables, args.seq_lens, shape.num_seqs,
-                                        pools, query)};
-  set_tensors(call, args, query, pools, shape, cu_query_lens);
-  set_numbers(call.params, args, pools, shape);
-  const int32_t chunk_size = args.chunk_size == backend::kAutoChunk
-                                 ? backend::kAutoChunk
-                                 : checked_count(kOp, "chunk_size", args.chunk_size);
-  const std::optional<Arg> plan = named("plan", args.plan);
-  const int32_t plan_kv_bytes = checked_count(kOp, "plan_kv_bytes", args.plan_kv_bytes);
-  if (plan) check_plan(*plan, query);
-  check_results(out, lse, query);
-  call.params.query_dtype = query_dtype;
-  call.params.out = rows_view(out);
-  call.params.lse = lse ? lse->data<float>() : nullptr;
-  if (shape.num_tokens > 0 && shape.num_heads > 0) {
-    run(call.params, args.query, chunk_size, plan, plan_kv_bytes);
+  TouchedTokens touched{
+      .query_len = shape.query_len,
+      .cu_query_lens = cu_query_lens,
+      .sliding_window = checked_count(kOp, "sliding_window", args.sliding_window),
+      .new_len = new_len,
+  };
+  if (cu_query_lens) {
+    cu_query_lens->require_on_device_of(query);
+    cu_query_lens->require_index();
+    if (device::checks_values()) {
+      touched.host_cu_query_lens = device::to_host(cu_query_lens->tensor());
+    }
+    check_cu_query_lens(*cu_query_lens, touched.host_cu_query_lens, shape.num_tokens);
   }
+  Prepared prepared{.query = args.query,
+                    .call = {.params = {.scale = checked_scale(args, shape.head_dim),
+                                        .softcap = checked_softcap(args),
+                                        .sliding_window = touched.sliding_window},
+                             .sequences = PagedSequences(kOp, args.block_tables, args.seq_lens,
+                                                         shape.num_seqs, pools, query, touched)}};
+  DecodeParams& params = prepared.call.params;
+  set_tensors(prepared.call, args, query, pools, shape, cu_query_lens);
+  set_numbers(params, args, pools, shape);
+  prepared.chunk_size = args.chunk_size == backend::kAutoChunk
+                            ? backend::kAutoChunk
+                            : checked_count(kOp, "chunk_size", args.chunk_size);
+  prepared.plan = named("plan", args.plan);
+  prepared.plan_kv_bytes = checked_count(kOp, "plan_kv_bytes", args.plan_kv_bytes);
+  if (prepared.plan) check_plan(*prepared.plan, query);
+  check_results(out, lse, query, pools);
+  params.query_dtype = query_dtype;
+  params.out = rows_view(out);
+  params.lse = lse ? lse->data<float>() : nullptr;
+  return prepared;
+}
+
+constexpr const char* kFlashAttn = "flash_attn_with_kvcache";
+
+// Where the new tokens go, and the lengths with them.
+struct Appended {
+  Tensor slots;     // int64 [num_seqs * new_len]
+  Tensor seq_lens;  // int32 [num_seqs]
+};
+
+Appended append(const Arg& cached_lens, const Arg& block_table, const Arg& rows,
+                const Pools& pools) {
+  const int64_t num_seqs = rows.size(0), new_len = rows.size(1);
+  for (const Arg* arg : {&cached_lens, &block_table}) {
+    arg->require_on_device_of(rows);
+    arg->require_index();
+  }
+  cached_lens.require(cached_lens.has_shape({num_seqs}), "be [", num_seqs, "], got ",
+                      cached_lens.shape());
+  block_table.require(block_table.rank() == 2 && block_table.size(0) == num_seqs, "be [", num_seqs,
+                      ", max_blocks], got ", block_table.shape());
+  const int64_t room = block_table.size(1) * pools.shape.block_size;
+  if (device::checks_values()) {
+    const Tensor host = device::to_host(cached_lens.tensor());
+    for (int64_t seq = 0; seq < num_seqs; ++seq) {
+      const int64_t length = cached_lens.index_at(host, seq);
+      cached_lens.require(length >= 0, "not be negative, got ", length, " for sequence ", seq);
+      cached_lens.require(length <= room - new_len, "be at most ", room, " with the ", new_len,
+                          " new tokens, the room in block_table, got ", length, " for sequence ",
+                          seq);
+    }
+  }
+  const device::Scope scope(rows.tensor());
+  const Tensor lens = as_contiguous_int32(cached_lens);
+  const Tensor tables = as_int32(block_table);
+  Appended appended{new_words(rows.tensor(), num_seqs * new_len, ScalarType::Long),
+                    new_words(rows.tensor(), num_seqs, ScalarType::Int)};
+  if (num_seqs == 0) return appended;
+  backend::append_slots({.block_tables = {.data = static_cast<const int32_t*>(tables.data_ptr()),
+                                          .seq_stride = tables.stride(0),
+                                          .block_stride = tables.stride(1),
+                                          .max_blocks = tables.size(1)},
+                         .cached_lens = static_cast<const int32_t*>(lens.data_ptr()),
+                         .slots = static_cast<int64_t*>(appended.slots.data_ptr()),
+                         .seq_lens = static_cast<int32_t*>(appended.seq_lens.data_ptr()),
+                         .num_seqs = num_seqs,
+                         .new_len = static_cast<int32_t>(new_len),
+                         .block_size = pools.shape.block_size},
+                        scope.stream());
+  return appended;
+}
+
+}  // namespace
+
+void paged_attention(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
+  prepare(read_args(stack), 0).run();
+}
+
+void flash_attn_with_kvcache(StableIValue* stack, uint64_t /*num_args*/, uint64_t /*num_outputs*/) {
+  Reader in(stack);
+  AttentionArgs args{.out = in.tensor(), .lse = in.optional_tensor(), .query = in.tensor()};
+  const Arg k(kFlashAttn, "k", in.tensor());
+  const Arg v(kFlashAttn, "v", in.tensor());
+  args.key_cache = in.tensor();
+  args.value_cache = in.tensor();
+  args.block_tables = in.tensor();
+  const Arg cached_lens(kFlashAttn, "cache_seqlens", in.tensor());
+  args.scale = in.optional_float();
+  args.causal = in.get<bool>();
+  args.sliding_window = in.optional_int();
+  args.softcap = in.optional_float();
+  args.alibi_slopes = in.optional_tensor();
+  args.plan_kv_bytes = 2;
+
+  const Arg query(kFlashAttn, "q", args.query);
+  for (const Arg* rows : {&k, &v}) {
+    rows->require(query.rank() == 4 && rows->rank() == 4 && rows->size(0) == query.size(0),
+                  "be [batch, new_len, num_kv_heads, head_dim] with q's batch, got ",
+                  rows->shape());
+  }
+  const Tensor key = torch::stable::flatten(k.tensor(), 0, 1);
+  const Tensor value = torch::stable::flatten(v.tensor(), 0, 1);
+  // Everything is checked before anything is written.
+  CacheWrite write(Arg(kFlashAttn, "k", key), Arg(kFlashAttn, "v", value), args.key_cache,
+                   args.value_cache, {.name = "k_scale"}, {.name = "v_scale"});
+  const Appended appended =
+      append(cached_lens, Arg(kFlashAttn, "block_table", args.block_tables), k, write.pools());
+  args.seq_lens = appended.seq_lens;
+  const Prepared attention = prepare(args, k.size(1));
+  write.set_slots(Arg(kFlashAttn, "slots", appended.slots));
+  write.run();
+  attention.run();
 }
 
 }  // namespace paged_attn

@@ -109,6 +109,15 @@ void decode(const DecodeCall& call, Stream /*stream*/) {
   });
 }
 
+void append_slots(const AppendSlotsParams& params, Stream /*stream*/) {
+  for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
+    params.seq_lens[seq] = params.seq_len(seq);
+    for (int64_t i = 0; i < params.new_len; ++i) {
+      params.slots[seq * params.new_len + i] = params.slot(seq, i);
+    }
+  }
+}
+
 void merge_states(const MergeParams& params, Stream /*stream*/) { kernels().merge_states(params); }
 void write_cache(const CacheWriteParams& params, Stream /*stream*/) {
   kernels().write_cache(params);

@@ -211,7 +211,8 @@ class RunWorker {
           block = p_.block_tables.block(tile_.seq, token / p_.shape.block_size);
           offset = token % p_.shape.block_size;
         }
-        scales.key[t] = p_.scale * kUnit<kKv> * p_.k_scale.at(block, offset, kv_head);
+        scales.key[t] =
+            finite_factor(p_.scale * p_.k_scale.at(block, offset, kv_head) * kUnit<kKv>);
         scales.value[t] = kUnit<kKv> * p_.v_scale.at(block, offset, kv_head);
       }
     }

@@ -6,6 +6,10 @@
 
 namespace paged_attn::backend {
 
+void append_slots(const AppendSlotsParams& params, Stream stream) {
+  launch_append_slots(params, grid_for(params.num_seqs), cuda_stream(stream));
+}
+
 void merge_states(const MergeParams& params, Stream stream) {
   dispatch_float(params.dtype, [&](auto dtype) {
     launch_merge_states<dtype.value>(params, grid_for(params.num_rows), cuda_stream(stream));

@@ -23,6 +23,8 @@ void launch_combine_chunks(const DecodeParams& params, unsigned num_ctas, CudaSt
 // One CTA; plan.num_ctas is at most 1023.
 void launch_plan(const PlanParams& params, CudaStream stream);
 
+void launch_append_slots(const AppendSlotsParams& params, unsigned num_ctas, CudaStream stream);
+
 template <DType kType>
 void launch_merge_states(const MergeParams& params, unsigned num_ctas, CudaStream stream);
 

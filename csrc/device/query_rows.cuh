@@ -71,7 +71,7 @@ class QueryRows {
   __device__ void load(const DecodeMmaParams& params, const RowTile& item, int first_row,
                        float k_scale) {
     const DecodeParams& p = params.decode;
-    scale_ = p.scale * k_scale * kLog2e * kWideningUnit<kKv>;
+    scale_ = finite_factor(p.scale * k_scale * kLog2e * kWideningUnit<kKv>);
     const int g = threadIdx.x % ptx::kWarpSize / 4;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -87,7 +87,7 @@ class QueryRows {
         for (int c = 0; c < 2; ++c) {
           const int row = 2 * (threadIdx.x % 4) + c;
           const float inverse = 1.f / ptx::shuffle(row_scale, 4 * row);  // a power of two
-          factors_[n][c] = scale_ * inverse;
+          factors_[n][c] = finite_factor(scale_ * inverse);
         }
       } else {
         load_row(params, offset, live, n, 1.f);

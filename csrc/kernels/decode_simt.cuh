@@ -105,7 +105,7 @@ struct DecodeSimt {
   // The score of row r, from the dot product that the whole group knows.
   static __device__ float score(const DecodeParams& p, const Item& item, int r, float dot,
                                 float k_scale, int64_t key_position) {
-    float value = dot * (p.scale * k_scale);
+    float value = dot * finite_factor(p.scale * k_scale);
     if (p.softcap > 0.f) value = p.softcap * ptx::tanh(value / p.softcap);
     if (p.alibi_slopes != nullptr) {
       const int64_t query_position =

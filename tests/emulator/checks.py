@@ -18,6 +18,7 @@ from torch import Tensor
 
 import emulator
 from paged_attn import _ops, copy_blocks, gather_cache, merge_states, reshape_and_cache, swap_blocks
+from paged_attn.flash_attn import flash_attn_with_kvcache
 
 
 def hooks_backend() -> Backend:
@@ -226,6 +227,29 @@ def check_merge(backend: Backend, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
+def check_append(backend: Backend) -> None:
+    """New tokens of more sequences than threads, with and without room, and of negative length."""
+    generator = torch.Generator().manual_seed(0)
+    num_seqs, new_len, room = 700, 3, 4
+    query = torch.randn(num_seqs, 1, 2, 8, generator=generator)
+    new = torch.randn(2, num_seqs, new_len, 1, 8, generator=generator)
+    caches = torch.randn(2, 2 * num_seqs, 2, 1, 8, generator=generator)
+    table = torch.randperm(2 * num_seqs, generator=generator).view(num_seqs, 2).int()
+    lens = torch.randint(-1, room + 1, (num_seqs,), generator=generator).int()
+    q, k_cache, v_cache, k, v, block_table, cache_seqlens = backend.place_all(
+        [query, *caches, *new, table, lens]
+    )
+    flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, block_table=block_table
+    )
+    for seq, length in enumerate(lens.tolist()):
+        for i in range(min(new_len, room - length) if length >= 0 else 0):
+            block, offset = table[seq, (length + i) // 2], (length + i) % 2
+            caches[:, block, offset] = new[:, seq, i]
+    for got, want in zip((k_cache, v_cache), caches, strict=True):
+        _assert_same_bytes(got, want, "cache")
+
+
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 E4M3, E5M2 = FP8
 Check = Callable[[Backend], None]
@@ -250,6 +274,7 @@ DECODE_CHECKS: dict[str, Check] = {
 }
 OTHER_CHECKS: dict[str, Check] = {
     "fragments": check_fragments,
+    "append": check_append,
     "cache_f16": partial(check_cache, dtype=F16, kv_dtype=F16),
     "cache_f16_unaligned": partial(check_cache, dtype=F16, kv_dtype=F16, layout="unaligned"),
     "cache_f32_widest": partial(check_cache, dtype=F32, kv_dtype=F32, head_dim=512),

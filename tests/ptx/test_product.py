@@ -13,7 +13,8 @@ from cases import CASES, DEAD_BLOCK, Case, attend, build, make_pools, quantise, 
 from support import DTYPE_PAIRS, EIGHT_BIT_DTYPES, FLOAT_DTYPES, dtype_id, raw, same_bits
 from torch import Tensor
 
-from paged_attn import copy_blocks, gather_cache, merge_states, reshape_and_cache
+from paged_attn import copy_blocks, gather_cache, merge_states, reference, reshape_and_cache
+from paged_attn.flash_attn import flash_attn_with_kvcache
 
 from . import runtime
 from .build import ARCHS
@@ -63,6 +64,7 @@ def test_the_instances_below_are_all_there_are(nvcc: None, arch: int) -> None:
         *(instance("decode_simt_kernel", *p, v) for p in DTYPE_PAIRS for v in HEAD_DIMS),
         *(mma_instance(*p, *m) for p in MMA_PAIRS if p[0] == mma_dtype for m in MMA_SHAPES),
         instance("plan_kernel"),
+        instance("append_slots_kernel"),
         *(instance("combine_chunks_kernel", d) for d in FLOAT_DTYPES),
         *(instance("merge_states_kernel", d) for d in FLOAT_DTYPES),
         *(instance("cache_write_kernel", *pair) for pair in DTYPE_PAIRS),
@@ -300,3 +302,31 @@ def test_copy_blocks(ptx: Backend, layout: str, dtype: torch.dtype, head_dim: in
     for got, want in zip(mine, pools, strict=True):
         assert torch.equal(raw(got), raw(want))
     assert_ran(instance("block_copy_kernel"))
+
+
+def test_append_slots(ptx: Backend) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 2, 4, 8, generator=generator)
+    k, v = torch.randn(2, 3, 2, 2, 8, generator=generator)
+    caches = torch.randn(2, 8, 4, 2, 8, generator=generator)
+    table = torch.tensor([[7, 2], [5, 1], [0, 3]], dtype=torch.int32)
+    lens = torch.tensor([0, 3, 6], dtype=torch.int32)
+    query, k_cache, v_cache, new_k, new_v = ptx.place_all([q, *caches, k, v])
+    out = flash_attn_with_kvcache(
+        query, k_cache, v_cache, new_k, new_v, cache_seqlens=lens, block_table=table, causal=True
+    )
+    for seq, slots in enumerate([(28, 29), (23, 4), (14, 15)]):
+        for cache, new in zip(caches, (k, v), strict=True):
+            cache.view(32, 2, 8)[list(slots)] = new[seq]
+    assert torch.equal(k_cache, caches[0])
+    assert torch.equal(v_cache, caches[1])
+    want = reference.paged_attention(q, caches[0], caches[1], table, lens + 2)
+    assert isinstance(want, torch.Tensor)
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    f32 = torch.float32
+    assert_ran(
+        instance("append_slots_kernel"),
+        instance("cache_write_kernel", f32, f32),
+        instance("decode_simt_kernel", f32, f32, 1),
+    )
