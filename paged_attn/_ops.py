@@ -180,7 +180,13 @@ def split_scale(scale: Scale) -> tuple[torch.Tensor | None, float | None]:
     """Returns a scale as the ops take it: a tensor or a float."""
     if scale is None or isinstance(scale, torch.Tensor):
         return scale, None
-    return None, float(scale)
+    try:
+        return None, float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(
+            "k_scale and v_scale must be None, a float or a float32 tensor, got "
+            f"{type(scale).__name__}"
+        ) from None
 
 
 def refuse_gradients(op: str, names: str, values: tuple[object, ...]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from paged_attn._checks import check_count
+
 __all__ = ["alibi_slopes"]
 
 
@@ -17,8 +19,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     Source: Press et al. 2022, "Train Short, Test Long", arXiv 2108.12409, section 3, and the
     authors' code for head counts that are not powers of two. Raises ValueError below one head.
     """
-    if num_heads < 1:
-        raise ValueError(f"alibi_slopes: num_heads must be at least 1, got {num_heads}")
+    num_heads = check_count("alibi_slopes: num_heads", num_heads, 1)
     power = 1 << (num_heads.bit_length() - 1)
     slopes = _geometric(power) + _geometric(2 * power)[::2][: num_heads - power]
     return torch.tensor(slopes, dtype=torch.float32, device="cpu")

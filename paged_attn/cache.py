@@ -47,8 +47,9 @@ def reshape_and_cache(
     float8 and becomes 0 in int8.
 
     Raises:
-        RuntimeError: an argument does not fit; the message names it, and nothing was written. On
-            CPU slots are checked always, on CUDA in debug mode (`paged_attn.set_debug`).
+        RuntimeError: an argument does not fit, or requires a gradient while gradients are recorded;
+            the message names it, and nothing was written. On CPU slots are checked always, on CUDA
+            in debug mode (`paged_attn.set_debug`).
 
     Runs on the current stream of key's device and never waits for it; can be captured in a CUDA
     graph.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from paged_attn import _ops
+from paged_attn._checks import check_count
 from paged_attn._ops import Scale, split_scale
 
 # int32 words of a plan, for any device and any batch: kPlanWords of csrc/backend.h.
@@ -95,14 +96,14 @@ def plan_decode(
         different streams each needs its own.
 
     Raises:
-        ValueError: a number is not positive, num_q_heads is no multiple of num_kv_heads, or
-            cu_query_lens comes without num_query_tokens.
+        TypeError, ValueError: a number is no int, or not positive, num_q_heads is no multiple of
+            num_kv_heads, or cu_query_lens comes without num_query_tokens.
         RuntimeError: seq_lens or cu_query_lens does not fit; the message names it.
 
     Runs on the current stream of seq_lens' device and never waits for it. Captured in a CUDA graph,
     it plans anew at each replay.
     """
-    counts = {
+    counts: dict[str, Any] = {
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -111,8 +112,8 @@ def plan_decode(
         "chunk_size": None if chunk_size == "auto" else chunk_size,
     }
     for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"plan_decode: {name} must be at least 1, got {count}")
+        if count is not None or name not in ("sliding_window", "chunk_size"):
+            check_count(f"plan_decode: {name}", count, 1)
     if num_q_heads % num_kv_heads != 0:
         raise ValueError(
             f"plan_decode: num_q_heads must be a multiple of num_kv_heads ({num_kv_heads}), "
@@ -229,7 +230,8 @@ def paged_attention(
             head h reads KV head h // (num_q_heads // num_kv_heads).
         value_cache: as key_cache; its strides may differ.
         block_tables: [num_seqs, max_blocks] int32 (int64 is converted), any strides. Entries past
-            ceil(seq_len / block_size) are never read.
+            ceil(seq_len / block_size), and those of blocks below the window of the sequence's first
+            query token, are never read: they may be -1.
         seq_lens: [num_seqs] int32 (int64 is converted), tokens, those of this call included.
             0 gives rows of 0.
         cu_query_lens: [num_seqs + 1] int32 (int64 is converted): sequence s has the query tokens
@@ -246,7 +248,8 @@ def paged_attention(
             of shape [] or [num_kv_heads] or [num_blocks, block_size, num_kv_heads].
         v_scale: as k_scale.
         plan: from `plan_decode`, for calls of one step.
-        out: where to write the result: query's shape and dtype, any strides but the last.
+        out: where to write the result: query's shape and dtype, any strides but the last. It may be
+            query itself, and shares no memory with another argument else.
         return_lse: whether to return the log-sum-exp of the scores, too.
 
     Returns:
@@ -254,9 +257,10 @@ def paged_attention(
         A row that sees no key is 0, its lse -inf (or the sink, where there is one).
 
     Raises:
-        RuntimeError: an argument does not fit; the message names it, and nothing was written. On
-            CPU lengths and used table entries are checked always, on CUDA in debug mode
-            (`paged_attn.set_debug`), else they are trusted.
+        RuntimeError: an argument does not fit, or requires a gradient while gradients are recorded;
+            the message names it, and nothing was written. On CPU lengths and used table entries
+            are checked always, on CUDA in debug mode (`paged_attn.set_debug`), else they are
+            trusted.
         ValueError: the plan was made for another shape or mask.
 
     Runs on the current stream of query's device and never waits for it; can be captured in a CUDA
@@ -269,6 +273,10 @@ def paged_attention(
             (query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale, out),
         )
     if plan is not None:
+        if not isinstance(plan, DecodePlan):
+            raise TypeError(
+                f"paged_attention: plan must come from plan_decode, got {type(plan).__name__}"
+            )
         ragged, mask = cu_query_lens is not None, (causal, sliding_window)
         _check_plan(plan, query, key_cache, seq_lens, ragged, mask)
     if out is None:

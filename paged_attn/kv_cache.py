@@ -103,10 +103,12 @@ class PagedKVCache:
                 )
         if chunk_size is not None and chunk_size != "auto":
             check_count('PagedKVCache: chunk_size, unless "auto",', chunk_size, 1)
+        check_count("PagedKVCache: num_host_blocks", num_host_blocks, 0)
+        # The memory first: where there is not enough, there is no need for tables of its blocks.
+        self.pools = KVPools(shape, torch.device(device), num_host_blocks)
         self.manager = BlockManager(
             num_blocks, block_size, num_host_blocks=num_host_blocks, **manager_options
         )
-        self.pools = KVPools(shape, torch.device(device), num_host_blocks)
         self.device = self.pools.device
         on_cuda = self.device.type == "cuda"
         make_event = functools.partial(CudaEvent, self.device) if on_cuda else None
@@ -292,6 +294,12 @@ class PagedKVCache:
         lens = self._query_lens("batch", seq_ids, query_lens)
         seq_lens = self.manager.seq_lens(seq_ids)
         slots: list[int] = []
+        for seq_id, seq_len, query_len in zip(seq_ids, seq_lens, lens, strict=True):
+            if query_len > seq_len:
+                raise ValueError(
+                    f"PagedKVCache.batch: query_lens must be at most {seq_len} for sequence "
+                    f"{seq_id}, the tokens it has, got {query_len}"
+                )
         for seq_id, seq_len, query_len in zip(seq_ids, seq_lens, lens, strict=True):
             slots += self.manager.slots(seq_id, seq_len - query_len, seq_len)
         width = self._width("batch", lens, seq_lens, None, None)

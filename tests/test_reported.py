@@ -20,7 +20,6 @@ from paged_attn import (
     OutOfBlocksError,
     alibi_slopes,
     copy_blocks,
-    gather_cache,
     merge_states,
     paged_attention,
     plan_decode,
@@ -258,63 +257,6 @@ def test_transfer_is_not_cancelled_after_its_sequence_went_on() -> None:
         manager.cancel_transfer(transfer.transfer_id)
 
 
-# Gradients.
-
-
-def refused(op: str, name: str) -> Any:
-    return pytest.raises(RuntimeError, match=rf"{op}: {name} must not require.*torch\.no_grad")
-
-
-@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache", "sinks", "alibi_slopes"])
-def test_gradients_are_not_lost_silently(name: str) -> None:
-    inputs = attention_inputs()
-    inputs |= {"sinks": torch.zeros(4), "alibi_slopes": torch.ones(4)}
-    inputs[name].requires_grad_()
-    with refused("paged_attention", name):
-        paged_attention(**inputs)
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode:
-            paged_attention(**inputs)
-
-
-def test_gradients_of_the_other_ops() -> None:
-    inputs = attention_inputs()
-    key, value, tables, lens = list(inputs.values())[1:]
-    states = [rows(2), torch.zeros(2, 2), rows(2), torch.zeros(2, 2)]
-    states[2].requires_grad_()
-    with refused("merge_states", "out_b"):
-        merge_states(*states)
-    new = rows(1).requires_grad_()
-    with refused("reshape_and_cache", "value"):
-        reshape_and_cache(rows(1), new, key, value, torch.tensor([3]))
-    with refused("paged_attention", "query"):
-        flash_attn_with_kvcache(
-            rows(2, 4)[:, None].requires_grad_(), key, value, cache_seqlens=lens, block_table=tables
-        )
-    key.requires_grad_()
-    with refused("gather_cache", "key_cache"):
-        gather_cache(key, value, tables, lens)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_function_transforms_are_refused() -> None:
-    inputs = attention_inputs()
-    query = inputs.pop("query")
-
-    def loss(x: Tensor) -> Tensor:
-        out = paged_attention(x, **inputs)
-        assert isinstance(out, Tensor)
-        return out.sum()
-
-    with refused("paged_attention", "query"):
-        torch.func.grad(loss)(query)
-    with refused("paged_attention", "query"):
-        torch.func.jvp(loss, (query,), (query,))
-    with forward_ad.dual_level(), refused("paged_attention", "query"):
-        loss(make_dual(query, query))
-    loss(query)
-
-
 # Errors that pointed elsewhere.
 
 
@@ -347,6 +289,25 @@ def test_cache_that_no_op_could_use(
 ) -> None:
     with pytest.raises(error, match=match):
         make_cache(**options)
+
+
+def test_numbers_of_a_plan() -> None:
+    lens = torch.tensor([3], dtype=torch.int32)
+    numbers: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    for name, value in [("chunk_size", "all"), ("num_q_heads", 4.0), ("num_kv_heads", None)]:
+        with pytest.raises(TypeError, match=f"plan_decode: {name} must be an int"):
+            plan_decode(lens, **numbers | {name: value})
+    plan: Any = plan_decode(lens, **numbers).tensor
+    with pytest.raises(TypeError, match="plan must come from plan_decode, got Tensor"):
+        paged_attention(**attention_inputs(), plan=plan)
+    with pytest.raises(TypeError, match="k_scale and v_scale must be None, a float or a float32"):
+        paged_attention(**attention_inputs() | {"k_scale": "per_token"})
+
+
+def test_memory_that_there_is_not_is_asked_for_first() -> None:
+    # Tables of so many blocks would fill the memory before an error.
+    with pytest.raises(RuntimeError, match=r"cannot take .* bytes"):
+        make_cache(num_blocks=10**12)
 
 
 @pytest.mark.parametrize("salt", [None, 7, b"tenant"])
@@ -413,6 +374,7 @@ def test_integers_of_numpy() -> None:
     batch = cache.step([seq], two, max_blocks=np.int64(3))
     assert batch.seq_lens.tolist() == [3]
     cache.step([seq], three)
+    assert torch.equal(alibi_slopes(two), alibi_slopes(2))
     cache.step([seq], [one])
     cache.truncate(seq, two)
     cache.append(seq, one)
