@@ -16,7 +16,7 @@
 namespace paged_attn {
 
 // kColumns: tiles of 8 query rows.
-template <DType kQuery, DType kKv, int kDim, int kColumns, class Ring>
+template <DType kKv, int kDim, int kColumns, class Ring>
 class WarpAttention {
  public:
   static constexpr int kTokenTiles = Ring::kTokens / 16;
@@ -154,7 +154,7 @@ class WarpAttention {
   }
 
  private:
-  using Query = QueryRows<kQuery, kKv, kDim, kColumns>;
+  using Query = QueryRows<kKv, kDim, kColumns>;
   static constexpr DType kOperand = Query::kOperand;
   static constexpr bool kBiased = kWideningBias<kKv> != 0.f;
   // Dimension tiles of one fragment load: 32 bytes of a row.
