@@ -170,8 +170,8 @@ __device__ __forceinline__ void store_float(void* base, int64_t offset, float x)
   ptx::store_global(static_cast<Storage<kType>*>(base) + offset, to_storage<kType>(x));
 }
 
-// ---- The same for a dtype that is known at run time, the same for all threads: a branch beside the
-// access. ----
+// ---- The same for a dtype that is known at run time, the same for all threads: a branch beside
+// the access. ----
 
 // Calls function(std::integral_constant<DType, type>) if the type is listed.
 template <DType... kTypes, class Function>

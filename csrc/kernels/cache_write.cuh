@@ -31,9 +31,9 @@ __device__ float row_scale(DType kv_dtype, const float (&row)[kVecs][kVector]) {
   return fmaxf(ptx::divide(largest, max_value(kv_dtype)), kSmallestNormal);
 }
 
-__device__ __forceinline__ void write_row(const RowsView& rows, const PoolView& pool, const ScaleView& scale,
-                          bool compute_scale, const CacheWriteParams& p, int64_t token,
-                          int64_t head) {
+__device__ __forceinline__ void write_row(const RowsView& rows, const PoolView& pool,
+                                          const ScaleView& scale, bool compute_scale,
+                                          const CacheWriteParams& p, int64_t token, int64_t head) {
   constexpr int kVecs = 2;  // 32 lanes of 2 vectors of 8: head_dim up to 512
   const int64_t slot = p.slot_mapping[token];
   if (slot < 0) return;
@@ -63,8 +63,8 @@ __device__ __forceinline__ void write_row(const RowsView& rows, const PoolView& 
 #pragma unroll
       for (int i = 0; i < kVector; ++i) row[v][i] = ptx::divide(row[v][i], divisor);
       with_pool_dtype(p.kv_dtype, [&](auto kv) {
-        store_floats<kv.value>(pool.data, pool.row(block, offset, head) + element,
-                               p.vector_aligned, row[v]);
+        store_floats<kv.value>(pool.data, pool.row(block, offset, head) + element, p.vector_aligned,
+                               row[v]);
       });
     }
   }

@@ -11,8 +11,9 @@ namespace paged_attn {
 inline constexpr int kGatherThreads = 128;
 inline constexpr int kGatherRows = kGatherThreads / ptx::kWarpSize;
 
-__device__ __forceinline__ void gather_row(const RowsView& rows, const PoolView& pool, const ScaleView& scale,
-                           const GatherParams& p, int64_t row, int64_t head) {
+__device__ __forceinline__ void gather_row(const RowsView& rows, const PoolView& pool,
+                                           const ScaleView& scale, const GatherParams& p,
+                                           int64_t row, int64_t head) {
   const GatheredToken token = p.token(row);
   const int lane = threadIdx.x % ptx::kWarpSize;
   for (int element = lane * kVector; element < p.shape.head_dim;
