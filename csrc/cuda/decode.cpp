@@ -20,12 +20,19 @@ constexpr int64_t kChunkAlignment = 64;
 constexpr int64_t kSplitCtasPerSm = 4;
 
 // The first compute capability whose tensor cores and asynchronous copies the kernel needs.
-constexpr int kMmaCapability = 80;
+// Compiled for less, it is empty.
+constexpr int kMmaArch = 80;
 constexpr int32_t kMmaMaxHeadDim = 256;
 constexpr int64_t kCopyBytes = 16;
 
 // One lane of the SIMT kernel holds 8 elements of a row, or 16 past this head_dim.
 constexpr int32_t kOneVectorHeadDim = 256;
+
+// The kernel for a call.
+struct Choice {
+  bool mma;
+  int arch;  // mma: that the kernels were compiled for
+};
 
 // Whether every piece of 16 bytes of a pool is aligned.
 bool pieces_aligned(const PoolView& pool, const DecodeParams& params) {
@@ -86,12 +93,14 @@ int plan_rows(const DecodeParams& params) {
   return rows <= 8 ? 8 : rows <= 16 ? 16 : 128;
 }
 
-// Whether the tensor-core kernel is chosen; fills `mma` then, but for the call and its plan.
-bool choose_mma(const DecodeParams& params, DecodeMmaParams& mma) {
-  return params.query_dtype != DType::kF32 && params.shape.head_dim <= kMmaMaxHeadDim &&
-         pieces_aligned(params.key_cache, params) && pieces_aligned(params.value_cache, params) &&
-         make_mma_params(params, mma) && (is_8bit(params.kv_dtype) || !mma.token_scales) &&
-         compute_capability() >= kMmaCapability;
+// Fills `mma`, but for the call and its plan, where it chooses the tensor-core kernel.
+Choice choose(const DecodeParams& params, DecodeMmaParams& mma) {
+  const bool fits = params.query_dtype != DType::kF32 && params.shape.head_dim <= kMmaMaxHeadDim &&
+                    pieces_aligned(params.key_cache, params) &&
+                    pieces_aligned(params.value_cache, params) && make_mma_params(params, mma) &&
+                    (is_8bit(params.kv_dtype) || !mma.token_scales);
+  const int arch = fits ? kernels_arch() : 0;
+  return {arch >= kMmaArch, arch};
 }
 
 int64_t simt_rows(const DecodeParams& params) {
@@ -132,15 +141,19 @@ Chunks make_chunks(const DecodeParams& params, int32_t requested) {
   return {static_cast<int32_t>(size), static_cast<int32_t>(count), count > 1 || requested > 0};
 }
 
+bool is_planned(const Choice& choice, int32_t chunk_size) { return choice.mma && chunk_size == 0; }
+
 int64_t num_chunk_rows(const DecodeParams& params, const Chunks& chunks) {
   return params.num_tokens * params.num_q_heads * chunks.count;
 }
 
-// CTAs of a plan for pools with elements of kv_bytes: those that are resident at once.
-int32_t plan_ctas(const DecodeParams& params, int32_t kv_bytes) {
+// CTAs of a plan for pools with elements of kv_bytes: those that are resident at once, of kernels
+// whose registers were bounded for an SM of `arch`.
+int32_t plan_ctas(const DecodeParams& params, int32_t kv_bytes, int arch) {
   constexpr int64_t kMost = 1023;  // see kernels/plan.cuh
+  const int64_t shared_kib = std::min(shared_memory_per_sm() / 1024, shared_kib_per_sm(arch));
   const int ctas = resident_ctas(rounded_head_dim(params.shape.head_dim), plan_rows(params),
-                                 kv_bytes, shared_memory_per_sm() / 1024);
+                                 kv_bytes, shared_kib);
   return static_cast<int32_t>(std::min(kMost, num_sms() * ctas));
 }
 
@@ -160,9 +173,10 @@ void launch_mma(const DecodeMmaParams& params, int rows, unsigned num_ctas, Cuda
 }
 
 template <DType kQuery, DType kKv>
-void launch_planned(const DecodeCall& call, DecodeMmaParams& mma, CudaStream stream) {
+void launch_planned(const DecodeCall& call, const Choice& choice, DecodeMmaParams& mma,
+                    CudaStream stream) {
   const int rows = plan_rows(mma.decode);
-  mma.plan = plan_view(call.plan, plan_ctas(mma.decode, call.plan_kv_bytes));
+  mma.plan = plan_view(call.plan, plan_ctas(mma.decode, call.plan_kv_bytes, choice.arch));
   mma.fragment_out = call.workspace;
   mma.fragment_lse =
       call.workspace + 2 * int64_t{mma.plan.num_ctas} * rows * mma.decode.shape.head_dim;
@@ -199,10 +213,10 @@ void launch_simt(const DecodeParams& params, CudaStream stream) {
 template <DType kQuery, DType kKv>
 void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stream) {
   DecodeMmaParams mma{};
-  const bool use_mma = choose_mma(params, mma);
+  const Choice choice = choose(params, mma);
   params.chunk_size = std::numeric_limits<int32_t>::max();
   params.max_chunks = 1;
-  const bool planned = use_mma && call.chunk_size == 0;
+  const bool planned = is_planned(choice, call.chunk_size);
   if (!planned) {
     const Chunks chunks = make_chunks(params, call.chunk_size);
     params.chunk_size = chunks.size;
@@ -213,9 +227,9 @@ void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stre
     }
   }
   if constexpr (kQuery != DType::kF32) {
-    if (use_mma) {
+    if (choice.mma) {
       mma.decode = params;
-      if (planned) return launch_planned<kQuery, kKv>(call, mma, stream);
+      if (planned) return launch_planned<kQuery, kKv>(call, choice, mma, stream);
       return launch_chunks<kQuery, kKv>(mma, stream);
     }
   }
@@ -226,9 +240,10 @@ void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stre
 
 DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size, int32_t plan_kv_bytes) {
   DecodeMmaParams unused{};
+  const Choice choice = choose(params, unused);
   const int64_t row_floats = params.shape.head_dim + 1;
-  if (choose_mma(params, unused) && chunk_size == 0) {
-    const int64_t num_ctas = plan_ctas(params, plan_kv_bytes);
+  if (is_planned(choice, chunk_size)) {
+    const int64_t num_ctas = plan_ctas(params, plan_kv_bytes, choice.arch);
     return {true, 2 * num_ctas * plan_rows(params) * row_floats};
   }
   const Chunks chunks = make_chunks(params, chunk_size);
@@ -239,7 +254,7 @@ void make_plan(const DecodeParams& params, int32_t kv_bytes, int32_t* plan, Stre
   // Tokens that a row tile costs beside its keys: about a microsecond of one CTA.
   constexpr int32_t kOverhead = 40;
   PlanParams plan_params{.decode = params,
-                         .plan = plan_view(plan, plan_ctas(params, kv_bytes)),
+                         .plan = plan_view(plan, plan_ctas(params, kv_bytes, kernels_arch())),
                          .rows = plan_rows(params),
                          .overhead = kOverhead};
   plan_params.decode.chunk_size = std::numeric_limits<int32_t>::max();

@@ -50,7 +50,7 @@ struct DecodeMma {
 
   // CTAs per SM that registers must suffice for: those that a plan counts on.
   static constexpr int kMinCtas =
-      resident_ctas(kDim, kRows, element_size(kKv), ptx::kSharedKibPerSm);
+      resident_ctas(kDim, kRows, element_size(kKv), shared_kib_per_sm(ptx::kArch));
   static_assert(sizeof(Smem) <= smem_kib(kDim, kRows, element_size(kKv)) * 1024 - 1024);
 
   // Lane 0's: the compiler knows that it is the same for the whole warp.
