@@ -65,6 +65,18 @@ struct PlanView {
   }
 };
 
+// Query rows of a row tile where sequences are cut into chunks: what a sequence needs for its own
+// rows of one KV head. So neither its batch nor the form of the call shows in its bits.
+constexpr int chunk_tile_rows(int64_t seq_rows) { return seq_rows <= 16 ? 16 : 128; }
+
+// Shared memory of an SM (CUDA C++ Programming Guide, "Compute Capabilities"), of the first compute
+// capability, major * 10 + minor, that code is for.
+constexpr int64_t shared_kib_per_sm(int arch) {
+  if (arch < 80) return 64;
+  if (arch == 80 || arch == 87) return 164;
+  return arch >= 90 && arch < 120 ? 228 : 100;
+}
+
 // Shared memory of a CTA of the tensor-core kernel, what the system takes included, at most: kDim
 // and kRows are its template parameters, kv_bytes the size of an element.
 constexpr int64_t smem_kib(int dim, int rows, int kv_bytes) {

@@ -20,18 +20,18 @@ constexpr int64_t kChunkAlignment = 64;
 constexpr int64_t kSplitCtasPerSm = 4;
 
 // The first compute capability whose tensor cores and asynchronous copies the kernel needs.
-constexpr int kMmaCapability = 80;
+// Compiled for less, it is empty.
+constexpr int kMmaArch = 80;
 constexpr int32_t kMmaMaxHeadDim = 256;
 constexpr int64_t kCopyBytes = 16;
 
 // One lane of the SIMT kernel holds 8 elements of a row, or 16 past this head_dim.
 constexpr int32_t kOneVectorHeadDim = 256;
 
-// The kernel for a call: what its template parameters will be.
+// The kernel for a call.
 struct Choice {
   bool mma;
-  int dim;   // mma: head_dim rounded up
-  int rows;  // mma: of a row tile
+  int arch;  // mma: that the kernels were compiled for
 };
 
 // Whether every piece of 16 bytes of a pool is aligned.
@@ -81,46 +81,36 @@ bool make_mma_params(const DecodeParams& params, DecodeMmaParams& mma) {
 
 int rounded_head_dim(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
-// Query rows of a row tile: as many as a sequence has for one KV head, where ragged on average. In
-// chunks that must not show in the bits.
-int mma_rows(const DecodeParams& params, bool chunked) {
-  const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
-  if (chunked && params.cu_query_lens != nullptr) return 16;
+int64_t group_size(const DecodeParams& params) {
+  return params.num_q_heads / params.shape.num_kv_heads;
+}
+
+// Query rows of a planned row tile: as many as a sequence has for one KV head, where ragged on
+// average.
+int plan_rows(const DecodeParams& params) {
   const int64_t tokens = ceil_div(params.num_tokens, std::max<int64_t>(params.num_seqs, 1));
-  const int64_t rows = tokens * group;
+  const int64_t rows = tokens * group_size(params);
   return rows <= 8 ? 8 : rows <= 16 ? 16 : 128;
 }
 
 // Fills `mma`, but for the call and its plan, where it chooses the tensor-core kernel.
-Choice choose(const DecodeParams& params, bool chunked, DecodeMmaParams& mma) {
-  const int32_t head_dim = params.shape.head_dim;
-  const bool fits = params.query_dtype != DType::kF32 && head_dim <= kMmaMaxHeadDim &&
+Choice choose(const DecodeParams& params, DecodeMmaParams& mma) {
+  const bool fits = params.query_dtype != DType::kF32 && params.shape.head_dim <= kMmaMaxHeadDim &&
                     pieces_aligned(params.key_cache, params) &&
                     pieces_aligned(params.value_cache, params) && make_mma_params(params, mma) &&
-                    (is_8bit(params.kv_dtype) || !mma.token_scales) &&
-                    compute_capability() >= kMmaCapability;
-  return {fits, rounded_head_dim(head_dim), mma_rows(params, chunked)};
+                    (is_8bit(params.kv_dtype) || !mma.token_scales);
+  const int arch = fits ? kernels_arch() : 0;
+  return {arch >= kMmaArch, arch};
 }
 
 int64_t simt_rows(const DecodeParams& params) {
   return params.shape.head_dim <= kOneVectorHeadDim ? 4 : 2;
 }
 
-// Work items of the decode kernel with sequences in one piece.
-int64_t items_per_chunk(const DecodeParams& params, const Choice& choice) {
-  if (choice.mma) return params.num_row_tiles(choice.rows) * params.shape.num_kv_heads;
-  const int64_t group = params.num_q_heads / params.shape.num_kv_heads;
-  return params.num_tokens * params.shape.num_kv_heads * ceil_div(group, simt_rows(params));
-}
-
-template <DType kQuery, DType kKv>
-void launch_mma(const DecodeMmaParams& params, const Choice& choice, unsigned num_ctas,
-                CudaStream stream) {
-  dispatch<64, 128, 256>(choice.dim, [&](auto dim) {
-    dispatch<8, 16, 128>(choice.rows, [&](auto rows) {
-      launch_decode_mma<kQuery, kKv, dim.value, rows.value>(params, num_ctas, stream);
-    });
-  });
+// Work items of the SIMT kernel with sequences in one piece.
+int64_t simt_items(const DecodeParams& params) {
+  return params.num_tokens * params.shape.num_kv_heads *
+         ceil_div(group_size(params), simt_rows(params));
 }
 
 // Sequences cut into chunks of one size, whose partial results a second kernel merges.
@@ -130,7 +120,7 @@ struct Chunks {
   bool partial;   // false: one chunk, and no second kernel
 };
 
-Chunks make_chunks(const DecodeParams& params, const Choice& choice, int32_t requested) {
+Chunks make_chunks(const DecodeParams& params, int32_t requested) {
   constexpr int64_t kWhole = std::numeric_limits<int32_t>::max();
   const int64_t capacity =
       std::min(kWhole, params.block_tables.max_blocks * int64_t{params.shape.block_size});
@@ -140,7 +130,7 @@ Chunks make_chunks(const DecodeParams& params, const Choice& choice, int32_t req
     return {0, static_cast<int32_t>(std::clamp<int64_t>(most, 1, kMaxAutoChunks)), true};
   }
   if (size == 0) {
-    const int64_t splits = ceil_div(num_sms() * kSplitCtasPerSm, items_per_chunk(params, choice));
+    const int64_t splits = ceil_div(num_sms() * kSplitCtasPerSm, simt_items(params));
     if (splits == 1 || capacity <= kMinChunk) return {static_cast<int32_t>(kWhole), 1, false};
     size = std::max(kMinChunk,
                     ceil_div(ceil_div(capacity, splits), kChunkAlignment) * kChunkAlignment);
@@ -157,11 +147,13 @@ int64_t num_chunk_rows(const DecodeParams& params, const Chunks& chunks) {
   return params.num_tokens * params.num_q_heads * chunks.count;
 }
 
-// CTAs of a plan for pools with elements of kv_bytes: those that are resident at once.
-int32_t plan_ctas(const DecodeParams& params, int32_t kv_bytes) {
+// CTAs of a plan for pools with elements of kv_bytes: those that are resident at once, of kernels
+// whose registers were bounded for an SM of `arch`.
+int32_t plan_ctas(const DecodeParams& params, int32_t kv_bytes, int arch) {
   constexpr int64_t kMost = 1023;  // see kernels/plan.cuh
-  const int ctas = resident_ctas(rounded_head_dim(params.shape.head_dim), mma_rows(params, false),
-                                 kv_bytes, shared_memory_per_sm() / 1024);
+  const int64_t shared_kib = std::min(shared_memory_per_sm() / 1024, shared_kib_per_sm(arch));
+  const int ctas = resident_ctas(rounded_head_dim(params.shape.head_dim), plan_rows(params),
+                                 kv_bytes, shared_kib);
   return static_cast<int32_t>(std::min(kMost, num_sms() * ctas));
 }
 
@@ -172,35 +164,45 @@ PlanView plan_view(int32_t* words, int32_t num_ctas) {
 static_assert(PlanView::words(1023) <= kPlanWords);
 
 template <DType kQuery, DType kKv>
-void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stream) {
-  DecodeMmaParams mma{};
-  const Choice choice = choose(params, call.chunk_size != 0, mma);
-  params.chunk_size = std::numeric_limits<int32_t>::max();
-  params.max_chunks = 1;
-  const bool planned = is_planned(choice, call.chunk_size);
-  if (!planned) {
-    const Chunks chunks = make_chunks(params, choice, call.chunk_size);
-    params.chunk_size = chunks.size;
-    params.max_chunks = chunks.count;
-    if (chunks.partial) {
-      params.partial_out = call.workspace;
-      params.partial_lse = call.workspace + num_chunk_rows(params, chunks) * params.shape.head_dim;
-    }
+void launch_mma(const DecodeMmaParams& params, int rows, unsigned num_ctas, CudaStream stream) {
+  dispatch<64, 128, 256>(rounded_head_dim(params.decode.shape.head_dim), [&](auto dim) {
+    dispatch<8, 16, 128>(rows, [&](auto tile_rows) {
+      launch_decode_mma<kQuery, kKv, dim.value, tile_rows.value>(params, num_ctas, stream);
+    });
+  });
+}
+
+template <DType kQuery, DType kKv>
+void launch_planned(const DecodeCall& call, const Choice& choice, DecodeMmaParams& mma,
+                    CudaStream stream) {
+  const int rows = plan_rows(mma.decode);
+  mma.plan = plan_view(call.plan, plan_ctas(mma.decode, call.plan_kv_bytes, choice.arch));
+  mma.fragment_out = call.workspace;
+  mma.fragment_lse =
+      call.workspace + 2 * int64_t{mma.plan.num_ctas} * rows * mma.decode.shape.head_dim;
+  launch_mma<kQuery, kKv>(mma, rows, mma.plan.num_ctas, stream);
+}
+
+// Ragged, only the device knows how many rows a sequence has: each launch takes the sequences whose
+// row tiles are of its size.
+template <DType kQuery, DType kKv>
+void launch_chunks(const DecodeMmaParams& mma, CudaStream stream) {
+  const DecodeParams& params = mma.decode;
+  const bool ragged = params.cu_query_lens != nullptr;
+  const int64_t group = group_size(params);
+  const int fewest = chunk_tile_rows(ragged ? group : params.query_len * group);
+  const int most = chunk_tile_rows((ragged ? params.num_tokens : params.query_len) * group);
+  for (const int rows : {fewest, most}) {
+    const int64_t items =
+        params.num_row_tiles(rows) * params.shape.num_kv_heads * params.max_chunks;
+    launch_mma<kQuery, kKv>(mma, rows, grid_for(items), stream);
+    if (fewest == most) break;
   }
-  const unsigned num_ctas = grid_for(items_per_chunk(params, choice) * params.max_chunks);
-  if constexpr (kQuery != DType::kF32) {
-    if (choice.mma) {
-      mma.decode = params;
-      if (planned) {
-        mma.plan = plan_view(call.plan, plan_ctas(params, call.plan_kv_bytes));
-        mma.fragment_out = call.workspace;
-        mma.fragment_lse =
-            call.workspace + 2 * int64_t{mma.plan.num_ctas} * choice.rows * params.shape.head_dim;
-      }
-      launch_mma<kQuery, kKv>(mma, choice, planned ? mma.plan.num_ctas : num_ctas, stream);
-      return;
-    }
-  }
+}
+
+template <DType kQuery, DType kKv>
+void launch_simt(const DecodeParams& params, CudaStream stream) {
+  const unsigned num_ctas = grid_for(simt_items(params) * params.max_chunks);
   if (params.shape.head_dim <= kOneVectorHeadDim) {
     launch_decode_simt<kQuery, kKv, 1>(params, num_ctas, stream);
   } else {
@@ -208,16 +210,43 @@ void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stre
   }
 }
 
+template <DType kQuery, DType kKv>
+void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stream) {
+  DecodeMmaParams mma{};
+  const Choice choice = choose(params, mma);
+  params.chunk_size = std::numeric_limits<int32_t>::max();
+  params.max_chunks = 1;
+  const bool planned = is_planned(choice, call.chunk_size);
+  if (!planned) {
+    const Chunks chunks = make_chunks(params, call.chunk_size);
+    params.chunk_size = chunks.size;
+    params.max_chunks = chunks.count;
+    if (chunks.partial) {
+      params.partial_out = call.workspace;
+      params.partial_lse = call.workspace + num_chunk_rows(params, chunks) * params.shape.head_dim;
+    }
+  }
+  if constexpr (kQuery != DType::kF32) {
+    if (choice.mma) {
+      mma.decode = params;
+      if (planned) return launch_planned<kQuery, kKv>(call, choice, mma, stream);
+      return launch_chunks<kQuery, kKv>(mma, stream);
+    }
+  }
+  launch_simt<kQuery, kKv>(params, stream);
+}
+
 }  // namespace
 
 DecodeNeeds decode_needs(const DecodeParams& params, int32_t chunk_size, int32_t plan_kv_bytes) {
   DecodeMmaParams unused{};
-  const Choice choice = choose(params, chunk_size != 0, unused);
+  const Choice choice = choose(params, unused);
   const int64_t row_floats = params.shape.head_dim + 1;
   if (is_planned(choice, chunk_size)) {
-    return {true, 2 * int64_t{plan_ctas(params, plan_kv_bytes)} * choice.rows * row_floats};
+    const int64_t num_ctas = plan_ctas(params, plan_kv_bytes, choice.arch);
+    return {true, 2 * num_ctas * plan_rows(params) * row_floats};
   }
-  const Chunks chunks = make_chunks(params, choice, chunk_size);
+  const Chunks chunks = make_chunks(params, chunk_size);
   return {false, chunks.partial ? num_chunk_rows(params, chunks) * row_floats : 0};
 }
 
@@ -225,8 +254,8 @@ void make_plan(const DecodeParams& params, int32_t kv_bytes, int32_t* plan, Stre
   // Tokens that a row tile costs beside its keys: about a microsecond of one CTA.
   constexpr int32_t kOverhead = 40;
   PlanParams plan_params{.decode = params,
-                         .plan = plan_view(plan, plan_ctas(params, kv_bytes)),
-                         .rows = mma_rows(params, false),
+                         .plan = plan_view(plan, plan_ctas(params, kv_bytes, kernels_arch())),
+                         .rows = plan_rows(params),
                          .overhead = kOverhead};
   plan_params.decode.chunk_size = std::numeric_limits<int32_t>::max();
   launch_plan(plan_params, cuda_stream(stream));

@@ -28,11 +28,6 @@ int attribute(cudaDeviceAttr which) {
 
 int64_t num_sms() { return attribute(cudaDevAttrMultiProcessorCount); }
 
-int compute_capability() {
-  return attribute(cudaDevAttrComputeCapabilityMajor) * 10 +
-         attribute(cudaDevAttrComputeCapabilityMinor);
-}
-
 int64_t shared_memory_per_sm() { return attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }
 
 unsigned grid_for(int64_t num_items) {

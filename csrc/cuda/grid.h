@@ -11,7 +11,6 @@ namespace paged_attn::backend {
 
 // Of the current device.
 int64_t num_sms();
-int compute_capability();        // major * 10 + minor
 int64_t shared_memory_per_sm();  // bytes
 
 // CTAs for `num_items` pieces of work; a kernel's CTAs walk over what is left.

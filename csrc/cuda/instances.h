@@ -10,6 +10,10 @@ namespace paged_attn {
 
 using CudaStream = CUstream_st*;
 
+// The compute capability, major * 10 + minor, that the kernels were compiled for, as they are
+// loaded on the current device: it may be less than the device's.
+int kernels_arch();
+
 template <DType kQuery, DType kKv, int kVecs>
 void launch_decode_simt(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
 

@@ -17,20 +17,16 @@ namespace paged_attn::ptx {
 inline constexpr unsigned kFullMask = 0xffffffffu;
 inline constexpr int kWarpSize = 32;
 
+// The compute capability, major * 10 + minor, that the code is compiled for.
 #ifdef __CUDA_ARCH__
-inline constexpr int kArch = __CUDA_ARCH__;
+inline constexpr int kArch = __CUDA_ARCH__ / 10;
 #else
-inline constexpr int kArch = 900;  // on the host, which asks the device
+inline constexpr int kArch = 90;  // on the host, which asks loaded_arch()
 #endif
 // Whether there are the tensor cores and the asynchronous copies of sm_80.
-inline constexpr bool kHasMma = kArch >= 800;
+inline constexpr bool kHasMma = kArch >= 80;
 // Whether conversions from 8-bit floats are instructions.
-inline constexpr bool kHasFp8 = kArch >= 890;
-// Shared memory of an SM (CUDA C++ Programming Guide, "Compute Capabilities").
-inline constexpr int kSharedKibPerSm = kArch < 800                    ? 64
-                                       : kArch == 800 || kArch == 870 ? 164
-                                       : kArch >= 900 && kArch < 1200 ? 228
-                                                                      : 100;
+inline constexpr bool kHasFp8 = kArch >= 89;
 
 // ---- Synchronisation. Every thread of the CTA (or of the warp) reaches each of these. ----
 
@@ -229,7 +225,6 @@ template <class Vector>
 __device__ __forceinline__ Vector load_global(const void* address) {
   return *static_cast<const Vector*>(address);
 }
-
 template <class Vector>
 __device__ __forceinline__ void store_global(void* address, Vector value) {
   __stwb(static_cast<Vector*>(address), value);  // plain assignments of vectors may be split
@@ -278,7 +273,6 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void* global) 
   const size_t from = __cvta_generic_to_global(global);
   PAGED_ATTN_CP_ASYNC("cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from));
 }
-
 // The first source_bytes bytes, 0 to 16, and zeroes for the rest; what is not copied is not read.
 __device__ __forceinline__ void copy_async_or_zero(uint32_t shared, const void* global,
                                                    int source_bytes) {
@@ -286,7 +280,6 @@ __device__ __forceinline__ void copy_async_or_zero(uint32_t shared, const void* 
   PAGED_ATTN_CP_ASYNC("cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
                       "r"(source_bytes));
 }
-
 // Makes a group of this thread's copies since its last one, possibly of none.
 __device__ __forceinline__ void copy_async_commit() { PAGED_ATTN_CP_ASYNC("commit_group;" ::); }
 // Until all of this thread's groups but the kPending newest have landed.
@@ -327,7 +320,6 @@ template <int kCount>
 __device__ __forceinline__ void ldmatrix(uint32_t (&m)[kCount], uint32_t row) {
   PAGED_ATTN_LDMATRIX("");
 }
-
 // The same, each matrix transposed.
 template <int kCount>
 __device__ __forceinline__ void ldmatrix_trans(uint32_t (&m)[kCount], uint32_t row) {
@@ -377,6 +369,14 @@ inline void check(cudaError_t status, const char* what) {
     throw std::runtime_error(std::string("paged_attn: ") + what + ": " +
                              cudaGetErrorString(status));
   }
+}
+
+// kArch of the kernel's code on the current device: of the PTX, where the driver compiled that.
+template <class Params>
+int loaded_arch(void (*kernel)(Params)) {
+  cudaFuncAttributes code;
+  check(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)), "kernel attributes");
+  return code.ptxVersion;
 }
 
 // Launches kernel(params) on `stream` with a one-dimensional grid of `num_ctas` CTAs of

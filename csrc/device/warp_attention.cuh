@@ -237,14 +237,15 @@ class WarpAttention {
   // Probabilities of a tile, each multiplied by what `scale` says of its token, as an operand.
   //
   // They are taken with the maxima so far, and only where a sum of them shows that one may be too
-  // large for half precision are the maxima raised: mostly one vote is all it takes.
+  // large for half precision is its row's maximum raised: mostly one vote of all rows is all it
+  // takes.
   template <class Scale>
   __device__ void exponentiate(const Factors& factors, const Scores& scores, Weights& weights,
                                Scale scale) {
     float sums[kColumns][2];  // of this lane's tokens alone
     try_exponentiate(factors, scores, weights, sums, scale);
-    if (ptx::any(too_large(sums))) [[unlikely]] {
-      raise_max(factors, scores);
+    if (ptx::any(any_too_large(sums))) [[unlikely]] {
+      raise_max(factors, scores, sums);
       try_exponentiate(factors, scores, weights, sums, scale);
     }
 #pragma unroll
@@ -254,13 +255,14 @@ class WarpAttention {
     }
   }
 
-  static __device__ bool too_large(const float (&sums)[kColumns][2]) {
-    constexpr float kLimit = 256.f;
+  static __device__ bool too_large(float sum) { return sum > 256.f; }
+
+  static __device__ bool any_too_large(const float (&sums)[kColumns][2]) {
     bool found = false;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) found = found || sums[n][c] > kLimit;
+      for (int c = 0; c < 2; ++c) found = found || too_large(sums[n][c]);
     }
     return found;
   }
@@ -290,8 +292,10 @@ class WarpAttention {
     }
   }
 
-  // Raises the running maxima to those of the tile.
-  __device__ void raise_max(const Factors& factors, const Scores& scores) {
+  // Raises the running maxima to those of the tile, of rows that need it: what the other rows of
+  // the warp are does not show in a row's bits.
+  __device__ void raise_max(const Factors& factors, const Scores& scores,
+                            const float (&sums)[kColumns][2]) {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -302,11 +306,13 @@ class WarpAttention {
           max = fmaxf(max, fmaxf(scores[m][n].values[c], scores[m][n].values[2 + c]));
         }
         max *= factors[n][c];
+        float largest_sum = sums[n][c];
 #pragma unroll
         for (int mask = 4; mask < ptx::kWarpSize; mask *= 2) {
           max = fmaxf(max, ptx::shuffle_xor(max, mask));
+          largest_sum = fmaxf(largest_sum, ptx::shuffle_xor(largest_sum, mask));
         }
-        max = fmaxf(max, max_[n][c]);
+        max = too_large(largest_sum) ? fmaxf(max, max_[n][c]) : max_[n][c];
         const float keep = ptx::exp2(max_[n][c] - max);
         max_[n][c] = max;
         sum_[n][c] *= keep;

@@ -16,10 +16,13 @@ struct Work {
   Cut cut;
 };
 
-// With a plan: from this CTA's cut to the next one. Without: chunks of row tiles, a grid apart.
+// With a plan: from this CTA's cut to the next one. Without: chunks of row tiles, a grid apart, of
+// the sequences whose row tiles are of this size.
+//
+// It lies in shared memory.
 class WorkList {
  public:
-  // To be called first, by the thread that steps it: it may lie in shared memory.
+  // To be called first, by one thread.
   __device__ void start(const DecodeMmaParams& params, int rows) {
     params_ = &params;
     rows_ = rows;
@@ -30,24 +33,43 @@ class WorkList {
     }
   }
 
-  __device__ bool next(Work& work) { return planned() ? next_planned(work) : next_chunk(work); }
+  // To be called by all lanes of one warp, of which lane 0 is told whether there was more.
+  __device__ bool next(Work& work) {
+    return planned() ? lane() == 0 && next_planned(work) : next_chunk(work);
+  }
 
  private:
+  static __device__ int lane() { return threadIdx.x % ptx::kWarpSize; }
+
   __device__ bool planned() const { return params_->plan.cuts != nullptr; }
 
+  // Each lane looks at another item, for most may be none: chunks past a sequence's end, row tiles
+  // of sequences that are another launch's.
   __device__ bool next_chunk(Work& work) {
     const DecodeParams& p = params_->decode;
     const int64_t heads = p.shape.num_kv_heads;
+    const int64_t group = p.num_q_heads / heads;
     const int64_t count = p.num_row_tiles(rows_) * heads * p.max_chunks;
-    for (; index_ < count; index_ += gridDim.x) {
-      const int64_t head = index_ / p.max_chunks;
-      const RowTile tile = p.row_tile(head / heads, rows_, head % heads, index_ % p.max_chunks);
+    const int64_t step = gridDim.x;
+    int64_t first = index_;
+    ptx::warp_sync();  // every lane has read where to begin
+    for (; first < count; first += ptx::kWarpSize * step) {
+      const int64_t index = first + lane() * step;
+      RowTile tile = {};
+      if (index < count) {
+        const int64_t head = index / p.max_chunks;
+        tile = p.row_tile(head / heads, rows_, head % heads, index % p.max_chunks);
+      }
       // Whoever merges the chunks knows which are empty, and reads nothing of them.
-      if (tile.num_rows == 0 || tile.range.begin >= tile.range.end) continue;
-      work.tile = tile;
-      work.result = Work::Result::kChunk;
-      index_ += gridDim.x;
-      return true;
+      const bool live = tile.num_rows > 0 && tile.range.begin < tile.range.end &&
+                        chunk_tile_rows(tile.query_len * group) == rows_;
+      const uint32_t lanes = ptx::ballot(live);
+      if (live && (lanes & ((1u << lane()) - 1)) == 0) {
+        work.tile = tile;
+        work.result = Work::Result::kChunk;
+        index_ = index + step;
+      }
+      if (lanes != 0) return true;
     }
     return false;
   }

@@ -40,8 +40,8 @@ struct DecodeMma {
       Results results;  // once the rings have run dry
     };
     RowInfo rows[kRows];
-    // Thread 0's, for all to read. In registers they would be there while tiles are walked, and
-    // take those of a CTA more per SM.
+    // The first warp's, for all to read. In registers they would be there while tiles are walked,
+    // and take those of a CTA more per SM.
     WorkList list;
     Work work;
     bool has_work;
@@ -50,7 +50,7 @@ struct DecodeMma {
 
   // CTAs per SM that registers must suffice for: those that a plan counts on.
   static constexpr int kMinCtas =
-      resident_ctas(kDim, kRows, element_size(kKv), ptx::kSharedKibPerSm);
+      resident_ctas(kDim, kRows, element_size(kKv), shared_kib_per_sm(ptx::kArch));
   static_assert(sizeof(Smem) <= smem_kib(kDim, kRows, element_size(kKv)) * 1024 - 1024);
 
   // Lane 0's: the compiler knows that it is the same for the whole warp.
@@ -177,8 +177,12 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kMinCtas)
   if constexpr (ptx::kHasMma) {
     auto& smem = ptx::shared_memory<typename Kernel::Smem>();
     if (threadIdx.x == 0) smem.list.start(p, Kernel::kTileRows);
+    ptx::warp_sync();  // the first warp sees it
     while (true) {
-      if (threadIdx.x == 0) smem.has_work = smem.list.next(smem.work);
+      if (threadIdx.x < ptx::kWarpSize) {
+        const bool found = smem.list.next(smem.work);
+        if (threadIdx.x == 0) smem.has_work = found;
+      }
       ptx::cta_sync();  // smem.work is complete
       if (!smem.has_work) return;
       Kernel::attend(p, smem);

@@ -59,9 +59,13 @@ class Runtime:
         schedule: str | None = None,
         sms: int | None = None,
         compute_capability: tuple[int, int] | None = None,
+        code_arch: int | None = None,
         max_shared_memory: int | None = None,
     ) -> None:
-        """Sets what is given for the launches that follow; the rest stays."""
+        """Sets what is given for the launches that follow; the rest stays.
+
+        `code_arch` is what the kernels are said to be compiled for: 75, 80, ...
+        """
         if seed is not None:
             self.library.emu_set_seed(seed)
         if schedule is not None:
@@ -70,6 +74,8 @@ class Runtime:
             self._check(self.library.emu_set_multiprocessors(sms))
         if compute_capability is not None:
             self._check(self.library.emu_set_compute_capability(*compute_capability))
+        if code_arch is not None:
+            self._check(self.library.emu_set_code_arch(code_arch))
         if max_shared_memory is not None:
             self._check(self.library.emu_set_max_shared_memory(max_shared_memory))
 

@@ -16,6 +16,12 @@ struct Dim3 {
   unsigned x, y, z;
 };
 
+// The first members of cudaFuncAttributes.
+struct FuncAttributes {
+  size_t shared_bytes, const_bytes, local_bytes;
+  int max_threads, num_registers, ptx_version, binary_version;
+};
+
 using OnLaunch = int (*)(const char* kernel, unsigned ctas, unsigned threads, size_t shared_bytes,
                          void** arguments);
 using OnTensor = void (*)(const char* op, void* data, int64_t num_bytes);
@@ -23,14 +29,12 @@ using OnTensor = void (*)(const char* op, void* data, int64_t num_bytes);
 constexpr int kFailed = 999;
 constexpr int kMultiprocessorCount = 16;  // of cudaDeviceAttr
 constexpr int kSharedMemoryPerSm = 81;
-constexpr int kMajor = 75;
-constexpr int kMinor = 76;
 
 OnLaunch on_launch = nullptr;
 OnTensor on_tensor = nullptr;
 std::string error;  // of the last call that failed
 int multiprocessors = 1;
-int arch = 80;
+int arch = 80;  // of the device, and of the kernels
 
 std::map<const void*, std::string>& kernels() {
   static std::map<const void*, std::string> names;
@@ -87,6 +91,10 @@ int __cudaPopCallConfiguration(Dim3*, Dim3*, size_t*, void*) { return fail("no <
 
 const char* cudaGetErrorString(int) { return error.c_str(); }
 int cudaFuncSetAttribute(const void*, int, int) { return 0; }
+int cudaFuncGetAttributes(FuncAttributes* attributes, const void*) {
+  attributes->ptx_version = attributes->binary_version = arch;
+  return 0;
+}
 int cudaGetDevice(int* device) {
   *device = 0;
   return 0;
@@ -96,10 +104,6 @@ int cudaDeviceGetAttribute(int* value, int attribute, int) {
     *value = multiprocessors;
   } else if (attribute == kSharedMemoryPerSm) {
     *value = (arch == 80 ? 164 : 228) * 1024;
-  } else if (attribute == kMajor) {
-    *value = arch / 10;
-  } else if (attribute == kMinor) {
-    *value = arch % 10;
   } else {
     return fail("an unknown device attribute");
   }

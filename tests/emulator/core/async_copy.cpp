@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "config.h"
 #include "counters.h"
 #include "memory.h"
 #include "runtime.h"
@@ -80,6 +81,7 @@ void perform_first(Queue& queue, size_t count) {
 
 void async_copy(uint32_t shared, const void* source, size_t size, size_t source_size,
                 const Site& site) {
+  require_code_for(80, "cp.async", site);
   if (source_size > size) {
     throw Error("asynchronous copy of " + std::to_string(source_size) + " bytes to a place of " +
                 std::to_string(size) + ", in " + to_string(site));

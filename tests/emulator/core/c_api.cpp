@@ -97,6 +97,13 @@ int emu_set_compute_capability(int major, int minor) {
   });
 }
 
+int emu_set_code_arch(int arch) {
+  return report_errors([&] {
+    require(arch > 0, "emulator: no such architecture");
+    emu::config().code_arch = arch;
+  });
+}
+
 int emu_set_max_shared_memory(size_t size) {
   return report_errors([&] { emu::config().max_shared_memory = size; });
 }

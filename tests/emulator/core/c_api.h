@@ -33,6 +33,7 @@ EMU_API void emu_set_seed(uint64_t seed);
 EMU_API int emu_set_schedule(const char* name);
 EMU_API int emu_set_multiprocessors(int count);
 EMU_API int emu_set_compute_capability(int major, int minor);
+EMU_API int emu_set_code_arch(int arch);
 EMU_API int emu_set_max_shared_memory(size_t size);
 EMU_API uint64_t emu_seed();
 EMU_API const char* emu_schedule();

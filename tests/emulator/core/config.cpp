@@ -2,8 +2,6 @@
 
 #include <cstdlib>
 
-#include "error.h"
-
 namespace emu {
 namespace {
 
@@ -38,6 +36,14 @@ bool parse_schedule(const std::string& name, Schedule* schedule) {
     }
   }
   return false;
+}
+
+void require_code_for(int arch, const char* instruction, const Site& site) {
+  const int compiled = config().code_arch;
+  if (compiled >= arch) return;
+  throw Error(std::string(instruction) + " is of sm_" + std::to_string(arch) +
+              " and later, the code is for sm_" + std::to_string(compiled) + ", in " +
+              to_string(site));
 }
 
 std::string reproduction() {

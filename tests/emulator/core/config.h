@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "error.h"
+
 namespace emu {
 
 // Which of the runnable threads of a CTA goes on when one blocks.
@@ -21,8 +23,11 @@ struct Config {
   Schedule schedule = Schedule::kRandom;
 
   int multiprocessors = 4;
-  int compute_capability_major = 8;
+  int compute_capability_major = 9;
   int compute_capability_minor = 0;
+  // The compute capability, major * 10 + minor, that kernels are said to be compiled for. What runs
+  // is always the same code; an instruction that compilers for less do not know fails.
+  int code_arch = 90;
   size_t max_shared_memory = 227 * 1024;
 };
 
@@ -33,6 +38,9 @@ Config& config();
 const char* to_string(Schedule schedule);
 // False if there is no such schedule.
 bool parse_schedule(const std::string& name, Schedule* schedule);
+
+// Throws Error unless kernels are compiled for this compute capability or more.
+void require_code_for(int arch, const char* instruction, const Site& site);
 
 // "EMU_SEED=3 EMU_SCHEDULE=reverse"
 std::string reproduction();

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "config.h"
 #include "formats.h"
 #include "memory.h"
 #include "runtime.h"
@@ -132,8 +133,9 @@ constexpr Collective kMmaF16{"mma.m16n8k16.f16", combine_mma<16, Half>};
 constexpr Collective kMmaBf16{"mma.m16n8k16.bf16", combine_mma<16, Bfloat16>};
 constexpr Collective kMmaF16Depth8{"mma.m16n8k8.f16", combine_mma<8, Half>};
 
-void run_mma(const Collective& kind, float* c, const uint32_t* a, const uint32_t* b,
+void run_mma(const Collective& kind, int arch, float* c, const uint32_t* a, const uint32_t* b,
              const Site& site) {
+  require_code_for(arch, kind.name, site);
   MmaOperands operands{c, a, b};
   rendezvous(kind, kAllLanes, &operands, site);
 }
@@ -156,15 +158,15 @@ uint32_t transpose_matrix(uint32_t word, const Site& site) {
 }
 
 void mma_m16n8k16_f16(float* c, const uint32_t* a, const uint32_t* b, const Site& site) {
-  run_mma(kMmaF16, c, a, b, site);
+  run_mma(kMmaF16, 80, c, a, b, site);
 }
 
 void mma_m16n8k16_bf16(float* c, const uint32_t* a, const uint32_t* b, const Site& site) {
-  run_mma(kMmaBf16, c, a, b, site);
+  run_mma(kMmaBf16, 80, c, a, b, site);
 }
 
 void mma_m16n8k8_f16(float* c, const uint32_t* a, const uint32_t* b, const Site& site) {
-  run_mma(kMmaF16Depth8, c, a, b, site);
+  run_mma(kMmaF16Depth8, 75, c, a, b, site);
 }
 
 }  // namespace emu

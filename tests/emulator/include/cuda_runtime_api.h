@@ -29,6 +29,11 @@ enum cudaMemcpyKind : int {
   cudaMemcpyDefault = 4,
 };
 
+struct cudaFuncAttributes {
+  int ptxVersion;
+  int binaryVersion;
+};
+
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 
@@ -70,6 +75,13 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
       return cudaSuccess;
   }
   return cudaErrorInvalidValue;
+}
+
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  const emu::Config& config = emu::config();
+  *attributes = {config.code_arch,
+                 config.compute_capability_major * 10 + config.compute_capability_minor};
+  return cudaSuccess;
 }
 
 // Host and device are one, and a stream has finished whatever was put on it.

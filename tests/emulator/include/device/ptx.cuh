@@ -27,9 +27,9 @@ namespace paged_attn::ptx {
 
 inline constexpr unsigned kFullMask = 0xffffffffu;
 inline constexpr int kWarpSize = 32;
+inline constexpr int kArch = 90;
 inline constexpr bool kHasMma = true;
 inline constexpr bool kHasFp8 = true;
-inline constexpr int kSharedKibPerSm = 228;
 
 // ---- Synchronisation ----
 
@@ -290,6 +290,13 @@ inline void check(cudaError_t status, const char* what) {
     throw std::runtime_error(std::string("paged_attn: ") + what + ": " +
                              cudaGetErrorString(status));
   }
+}
+
+template <class Params>
+int loaded_arch(void (*kernel)(Params)) {
+  cudaFuncAttributes code;
+  check(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)), "kernel attributes");
+  return code.ptxVersion;
 }
 
 template <class Params>
