@@ -188,7 +188,8 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
     warnings = "-Wall -Wextra -Wno-missing-field-initializers" + (" -Werror" if strict else "")
     yield f"cxx = {os.environ.get('CXX', 'g++')} -std=c++20 -I{CSRC} -fPIC -fvisibility=hidden $"
     yield f"  -fmacro-prefix-map={CSRC.parent}/= {warnings}"
-    yield f"torch = -isystem {torch}/include -DTORCH_TARGET_VERSION=0x020a000000000000"
+    yield f"torch = -isystem {torch}/include -fmacro-prefix-map={torch}/include/= $"
+    yield "  -DTORCH_TARGET_VERSION=0x020a000000000000"
     yield from _rule("bindings", "$cxx -O2 $torch -MMD -MF $out.d -c $in -o $out $flags")
     fast_math = "-fno-math-errno -fno-trapping-math"
     yield from _rule("kernels", f"$cxx -O3 {fast_math} -MMD -MF $out.d -c $in -o $out $flags")

@@ -29,6 +29,8 @@ _OP_NAMES = (
     "swap_blocks",
 )
 _DEBUG_VARIABLE = "PAGED_ATTN_DEBUG"
+# kMmaArch of csrc/cuda/decode.cpp.
+_TENSOR_CORE_ARCH = 80
 
 
 def _native_folder() -> Path:
@@ -217,7 +219,7 @@ def _version() -> str | None:
 
 
 def _misfit() -> str | None:
-    """Says why the CUDA library cannot run on this machine's GPUs, if it cannot."""
+    """Says why the CUDA library does not fit this machine's GPUs, if it does not."""
     if _CUDA is None or not torch.cuda.is_available():
         return None
     archs = [int(arch) for arch in _BUILD.get("cuda_archs", [])]
@@ -230,10 +232,11 @@ def _misfit() -> str | None:
 
 
 def arch_misfit(major: int, minor: int, archs: list[int]) -> str | None:
-    """Says why code built for `archs` (80, 90, ...) does not run on a GPU of this capability.
+    """Says why code built for `archs` (80, 90, ...) does not fit a GPU of this capability.
 
     Machine code runs on GPUs of the same major version and at least its minor version; PTX of the
-    newest architecture is compiled by the driver for any later GPU.
+    newest architecture is compiled by the driver for any later GPU. Code for less than 80 has no
+    tensor-core kernel, whatever the GPU has.
 
     Args:
         major: compute capability, major version.
@@ -241,16 +244,19 @@ def arch_misfit(major: int, minor: int, archs: list[int]) -> str | None:
         archs: what was built, each major * 10 + minor; PTX is there for the largest.
 
     Returns:
-        None where it runs, else a sentence.
+        None where it fits, else a sentence.
     """
     capability = major * 10 + minor
-    if any(arch // 10 == major and arch <= capability for arch in archs):
+    usable = [arch for arch in archs if arch // 10 == major and arch <= capability]
+    newest = max(archs, default=capability + 1)
+    if newest <= capability:
+        usable.append(newest)
+    if usable and max(usable) >= min(capability, _TENSOR_CORE_ARCH):
         return None
-    if archs and max(archs) <= capability:
-        return None
+    missing = "tensor-core kernel" if usable else "kernels"
     built = ", ".join(str(arch) for arch in sorted(archs)) or "none"
     return (
-        f"compute capability {major}.{minor} has no kernels: built for {built}. Rebuild with "
+        f"compute capability {major}.{minor} has no {missing}: built for {built}. Rebuild with "
         f"PAGED_ATTN_CUDA_ARCHS={capability}"
     )
 

@@ -86,8 +86,9 @@ def plan_decode(
         causal: as for `paged_attention`.
         sliding_window: as for `paged_attention`.
         chunk_size: cut every sequence at multiples of this many tokens instead. A sequence's result
-            then has the same bits in any batch. "auto": of 512 tokens, or the power of two beyond
-            that makes at most 64 chunks of the sequence.
+            then has the same bits in any batch, ragged or not, with its query tokens. "auto": of
+            512 tokens, or the power of two beyond that makes at most 64 chunks of the sequence. It
+            costs partial results in memory, the balance of the work and, ragged, a launch more.
         kv_dtype: dtype of the pools; None for 16 bits. A plan can be used with other pools, but
             fits these: it knows how many CTAs are resident.
 

@@ -224,7 +224,11 @@ def test_without_the_cuda_library_an_op_says_why() -> None:
         ((8, 9), [80], True),
         ((9, 0), [80, 90], True),
         ((12, 0), [80, 90], True),  # from PTX
-        ((10, 0), [75], True),
+        ((10, 0), [80], True),
+        ((7, 5), [75, 90], True),
+        ((9, 0), [75, 80], True),
+        ((10, 0), [75], False),  # it runs, without the tensor-core kernel
+        ((8, 0), [75], False),
         ((7, 5), [80, 90], False),
         ((8, 0), [86], False),  # older minor
         ((7, 0), [75, 80], False),

@@ -24,7 +24,7 @@ _COMPARISON = re.compile(r" (<|<=|>|>=|==|!=) ")
 # What the compiler has to know, or what is no code that runs.
 _CONSTANT = re.compile(r"\bconstexpr\b|static_assert|^\s*(?:#|//|template)|enable_if|conditional_t")
 
-_HEADER = """// What mutated code is made of: the operators of `a < Place<...>{} < b`.
+HEADER = """// What mutated code is made of: the operators of `a < Place<...>{} < b`.
 #pragma once
 
 #include <type_traits>
@@ -238,7 +238,7 @@ def write_mutants() -> list[Mutant]:
     mutants: list[Mutant] = []
     target = ROOT / CODE
     wanted: dict[Path, str] = {
-        target / "mutant.h": _HEADER,
+        target / "mutant.h": HEADER,
         target / "cuda/mutant.cpp": _SOURCE,
     }
     for path in sorted((ROOT / "csrc").rglob("*")):

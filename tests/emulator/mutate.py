@@ -2,13 +2,16 @@
 
 `python -m emulator.mutate`, with tests/ on the path. One build has all mutants (mutants.py), and
 each runs in a process of its own. A mutant is killed by an error of the emulator, by a result
-that differs from the reference, or by taking too long.
+that differs from the reference, or by taking too long. What became of it is written down at once
+(fates.py), and is not run again while it stands.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import json
 import math
 import os
 import re
@@ -17,30 +20,29 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 from tqdm import tqdm
 
 import emulator
 
-from . import runtime
-from .build import build_lock, compile_target, product_target
-from .mutants import CODE, Mutant, write_mutants
+from . import fates, runtime
+from .build import ROOT, build_lock, compile_target, product_target
+from .fates import Fate, Record
+from .mutants import CODE, HEADER, Mutant, write_mutants
 
 SECONDS = 20  # that an endless mutant gets beside the time of its checks
-# Of a mutant that nothing killed. One that no check ran, and one that is like the original because
-# it compares what has no next number, and does not count.
-NOT_RUN, NO_MUTANT, SURVIVED = "not run", "no mutant", "survived"
-STATES = (NOT_RUN, NO_MUTANT, SURVIVED)
 ORDERS = (("random", 0), ("reverse", 1))
+Runs = Generator[tuple[Mutant, Fate]]
 
 
-def _run_checks(names: Sequence[str]) -> None:
+def _run_checks(names: Sequence[str], starts: Callable[[str], object] = lambda _: None) -> None:
     from .checks import CHECKS, calls_go_to, hooks_backend
 
     with calls_go_to(hooks_backend()):
         for name in names:
+            starts(name)
             for schedule, seed in ORDERS:
                 # Few CTAs, so that each has several pieces of work.
                 emulator.configure(schedule=schedule, seed=seed, sms=1, hooks=True)
@@ -50,77 +52,91 @@ def _run_checks(names: Sequence[str]) -> None:
 class Child:
     """A process in which one mutant has to pass its checks."""
 
-    def __init__(self, mutant: Mutant, names: Sequence[str], seconds: float, library: ctypes.CDLL):
+    def __init__(
+        self,
+        mutant: Mutant,
+        names: Sequence[str],
+        seconds: float,
+        choose: Callable[[int], object],
+    ) -> None:
         self.mutant = mutant
         self.reader, writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self.reader)
-            signal.alarm(math.ceil(seconds))
-            # Its output is of no interest: it is meant to fail.
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, 2)
             try:
-                library.set_mutant(mutant.number)
-                _run_checks(names)
-                status = SURVIVED
-            except BaseException as error:
-                text = str(error) or traceback.format_exc(limit=-1)
-                status = f"{type(error).__name__}: {text}".splitlines()[0]
-            os.write(writer, status.encode())
-            os._exit(0)
+                os.close(self.reader)
+                # Who interrupts the command means the parent, and it kills.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.alarm(math.ceil(seconds))
+                # Its output is of no interest: it is meant to fail.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                self._pass_checks(names, choose, writer)
+            finally:
+                os._exit(0)
         os.close(writer)
 
-    def fate(self) -> str:
-        """SURVIVED, or what killed the mutant; waits for it."""
+    def _pass_checks(
+        self, names: Sequence[str], choose: Callable[[int], object], writer: int
+    ) -> None:
+        """Tells the parent each check that starts, and then the error or that there was none."""
+
+        def tell(*words: str) -> None:
+            os.write(writer, (json.dumps(words) + "\n").encode())
+
+        try:
+            choose(self.mutant.number)
+            _run_checks(names, tell)
+            tell(fates.SURVIVED, "")
+        except BaseException as error:
+            text = str(error) or traceback.format_exc(limit=-1)
+            tell(fates.KILLED, f"{type(error).__name__}: {text}".splitlines()[0])
+
+    def fate(self) -> Fate:
+        """What became of the mutant; waits for it."""
         with os.fdopen(self.reader, "rb") as stream:
-            status = stream.read().decode()
+            told = [json.loads(line) for line in stream]
         _, code = os.waitpid(self.pid, 0)
-        return status or f"the process ended with signal {code & 0x7F}"
+        check = next((words[0] for words in reversed(told) if len(words) == 1), "")
+        if not told or len(told[-1]) == 1:
+            ended = code & 0x7F
+            state = fates.TIMED_OUT if ended == signal.SIGALRM else fates.KILLED
+            return Fate(state, check, f"the process ended with signal {ended}")
+        state, why = told[-1]
+        if state == fates.SURVIVED:
+            return fates.of_survivor(self.mutant)
+        return Fate(state, check, why)
 
 
 def _run_mutants(
     mutants: Sequence[Mutant],
     checks: dict[int, list[str]],
     costs: dict[str, float],
-    library: ctypes.CDLL,
-) -> Iterator[tuple[Mutant, str]]:
+    choose: Callable[[int], object],
+) -> Runs:
     """The fate of each mutant, as they end; several run at a time."""
     running: dict[int, Child] = {}
     jobs = os.cpu_count() or 1
-    for mutant in [*mutants, *[None] * jobs]:
-        while running and (mutant is None or len(running) == jobs):
-            for reader in select.select(list(running), [], [])[0]:
-                child = running.pop(reader)
-                yield child.mutant, child.fate()
-        if mutant is not None:
-            names = checks[mutant.number]
-            # A mutant that lives takes as long as the original; only an endless one is killed.
-            seconds = SECONDS + 4 * jobs * sum(costs[name] for name in names)
-            child = Child(mutant, names, seconds, library)
-            running[child.reader] = child
+    try:
+        for mutant in [*mutants, *[None] * jobs]:
+            while running and (mutant is None or len(running) == jobs):
+                for reader in select.select(list(running), [], [])[0]:
+                    child = running.pop(reader)
+                    yield child.mutant, child.fate()
+            if mutant is not None:
+                names = checks[mutant.number]
+                # A mutant that lives takes as long as the original; only an endless one is killed.
+                seconds = SECONDS + 4 * jobs * sum(costs[name] for name in names)
+                child = Child(mutant, names, seconds, choose)
+                running[child.reader] = child
+    finally:
+        for child in running.values():
+            os.kill(child.pid, signal.SIGKILL)
+            child.fate()
 
 
-def _selected(mutants: Sequence[Mutant], pattern: str | None) -> Iterator[Mutant]:
-    for mutant in mutants:
-        if pattern is None or re.search(pattern, str(mutant)):
-            yield mutant
-
-
-def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m emulator.mutate", description=__doc__)
-    parser.add_argument("--only", help="pattern of mutants, as they are listed")
-    parser.add_argument("--checks", default="", help="pattern of the checks to run; default: all")
-    parser.add_argument("--list", action="store_true", help="print the mutants and end")
-    parser.add_argument("--killed", action="store_true", help="tell what killed each, too")
-    options = parser.parse_args()
-    mutants = list(_selected(write_mutants(), options.only))
-    if options.list:
-        print(*mutants, sep="\n")
-        return 0
-
-    print(f"building {len(mutants)} mutants", flush=True)
+def _build_and_run(mutants: Sequence[Mutant], names: Sequence[str]) -> Runs:
+    """Builds, and runs each check without a mutant; then the fates of the mutants, as they end."""
+    print(f"building, to run {len(mutants)} mutants", flush=True)
     with build_lock(CODE.parent):
         path = compile_target(product_target(hooks=True, code=CODE))
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
@@ -128,8 +144,6 @@ def main() -> int:
     runtime.use_product(mutated)
     # A forked child has none of its parent's threads.
     torch.set_num_threads(1)
-
-    from .checks import CHECKS
 
     mutated.library.seen_mutants.restype = ctypes.POINTER(ctypes.c_ubyte)
     seen = mutated.library.seen_mutants()
@@ -139,9 +153,7 @@ def main() -> int:
     costs: dict[str, float] = {}
     checks: dict[int, list[str]] = {number: [] for number in numbers}
     none: set[int] = set()
-    for name in CHECKS:
-        if not re.search(options.checks, name):
-            continue
+    for name in names:
         for number in numbers:
             seen[number] = 0
         start = time.perf_counter()
@@ -152,34 +164,103 @@ def main() -> int:
                 checks[number].append(name)
             elif seen[number] == 1:
                 none.add(number)
-    for names in checks.values():
-        names.sort(key=lambda name: costs[name])
+    for chosen in checks.values():
+        chosen.sort(key=lambda name: costs[name])
     print(f"{len(costs)} checks take {sum(costs.values()):.1f} s without a mutant")
 
-    fates = {
-        mutant: NO_MUTANT if mutant.number in none else NOT_RUN
-        for mutant in mutants
-        if not checks[mutant.number]
-    }
-    tested = [mutant for mutant in mutants if mutant not in fates]
-    runs = _run_mutants(tested, checks, costs, mutated.library)
-    fates |= dict(tqdm(runs, total=len(tested), unit="mutant", file=sys.stdout))
-    fates = {mutant: fates[mutant] for mutant in mutants}
-    counted = {mutant: fate for mutant, fate in fates.items() if fate != NO_MUTANT}
-    killed = {mutant: fate for mutant, fate in counted.items() if fate not in STATES}
-    if options.killed:
-        for mutant, fate in killed.items():
+    def runs() -> Runs:
+        for mutant in mutants:
+            if not checks[mutant.number]:
+                state = fates.NO_MUTANT if mutant.number in none else fates.NOT_RUN
+                yield mutant, Fate(state)
+        tested = [mutant for mutant in mutants if checks[mutant.number]]
+        yield from _run_mutants(tested, checks, costs, mutated.library.set_mutant)
+
+    return runs()
+
+
+def judge(
+    mutants: Sequence[Mutant], record: Record, run: Callable[[Sequence[Mutant]], Runs]
+) -> dict[Mutant, Fate]:
+    """The fate of each mutant: what is on record stands, and `run` yields the others."""
+    known = record.known()
+    left = [mutant for mutant in mutants if mutant not in known]
+    if known:
+        print(f"{len(known)} of {len(mutants)} mutants are on record: {record.path}")
+    if left:
+        with contextlib.closing(run(left)) as runs:
+            for mutant, fate in tqdm(
+                runs, initial=len(known), total=len(mutants), unit="mutant", file=sys.stdout
+            ):
+                record.add(mutant, fate)
+                known[mutant] = fate
+    return {mutant: known[mutant] for mutant in mutants}
+
+
+def _report(found: dict[Mutant, Fate], *, killed: bool) -> None:
+    counted = {mutant: fate for mutant, fate in found.items() if fate.state != fates.NO_MUTANT}
+    dead = {mutant: fate for mutant, fate in counted.items() if fate.dead}
+    if killed:
+        for mutant, fate in dead.items():
             print(f"killed: {mutant}\n    {fate}")
-    left = [mutant for mutant in counted if mutant not in killed]
+    left = [mutant for mutant in counted if mutant not in dead]
     for mutant in left:
-        print(f"{fates[mutant]}: {mutant}\n    {mutant.equivalent or 'not explained'}")
+        print(f"{counted[mutant].state}: {mutant}\n    {mutant.equivalent or 'not explained'}")
     equivalent = sum(mutant.equivalent is not None for mutant in left)
     different = len(counted) - equivalent
-    share = 100 * len(killed) / max(1, different)
+    share = 100 * len(dead) / max(1, different)
     print(
-        f"{len(killed)} killed of {different} that differ, {share:.1f} %; "
+        f"{len(dead)} killed of {different} that differ, {share:.1f} %; "
         f"{equivalent} more do the same as the original"
     )
+
+
+def _selected(
+    mutants: Sequence[Mutant], pattern: str | None, files: set[str] | None
+) -> Iterator[Mutant]:
+    for mutant in mutants:
+        if (pattern is None or re.search(pattern, str(mutant))) and (
+            files is None or mutant.file in files
+        ):
+            yield mutant
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m emulator.mutate", description=__doc__)
+    parser.add_argument("--only", help="pattern of mutants, as they are listed")
+    parser.add_argument(
+        "--changed",
+        nargs="?",
+        const="",
+        metavar="BASE",
+        help="only mutants of files that differ from this revision; default: where main was left",
+    )
+    parser.add_argument("--checks", default="", help="pattern of the checks to run; default: all")
+    parser.add_argument("--fresh", action="store_true", help="forget what these mutants did before")
+    parser.add_argument("--list", action="store_true", help="print the mutants and end")
+    parser.add_argument("--killed", action="store_true", help="tell what killed each, too")
+    options = parser.parse_args()
+    files = None
+    if options.changed is not None:
+        try:
+            files = fates.changed_files(options.changed or None)
+        except ValueError as error:
+            parser.error(str(error))
+    mutants = list(_selected(write_mutants(), options.only, files))
+    if options.list:
+        print(*mutants, sep="\n")
+        return 0
+
+    from .checks import CHECKS
+
+    names = [name for name in CHECKS if re.search(options.checks, name)]
+    settings = [*fates.compiler_settings(), HEADER, str(ORDERS), *names]
+    context = fates.context(settings)
+    record = Record(ROOT / CODE.parent / "fates.jsonl", mutants, context, ROOT / "csrc")
+    if options.fresh:
+        record.forget()
+    _report(judge(mutants, record, lambda left: _build_and_run(left, names)), killed=options.killed)
     return 0
 
 
