@@ -34,6 +34,7 @@ SHARED_BINDINGS = (
 )
 # In the build's folder: the PTX of each unit of kernels, in a folder of its own.
 KEPT_PTX = "cuda/ptx"
+COMMA = "\\,"  # of nvcc in an option: it splits them at others
 # Ninja's name for all that the CUDA library is linked of.
 CUDA_OBJECTS = "cuda_objects"
 ISA_FLAGS = {"portable": ""}
@@ -75,8 +76,8 @@ class Unit:
         """Returns the kernel and the arguments that are the same for all, decode_mma_f16_128."""
         columns = zip(*(instance.arguments for instance in self.instances), strict=True)
         common = [column[0] for column in columns if len(set(column)) == 1]
-        short = [argument.replace("DType::k", "").replace("kAnyDType", "any") for argument in common]
-        return "_".join([self.instances[0].kernel, *short]).lower()
+        words = "_".join([self.instances[0].kernel, *common])
+        return words.replace("DType::k", "").replace("kAnyDType", "any").lower()
 
     def define(self, comma: str = ",") -> str:
         """Returns the compiler's option for its instances; nvcc wants commas with a backslash."""
@@ -178,12 +179,19 @@ def compression(nvcc: Path) -> str:
     return " --compress-mode=size" if release and int(release[1]) >= 13 else ""
 
 
-def ninja_file(out: Path, nvcc: Path | None, *, strict: bool) -> str:
-    """Returns the text of build.ninja, which builds the libraries into `out`."""
-    return "\n".join(_ninja_lines(out, nvcc, strict=strict)) + "\n"
+def ninja_file(
+    out: Path, nvcc: Path | None, *, strict: bool, archs: Sequence[int] | None = None
+) -> str:
+    """Returns the text of build.ninja, which builds the libraries into `out`.
+
+    Architectures are those of cuda_archs() unless given.
+    """
+    return "\n".join(_ninja_lines(out, nvcc, archs or cuda_archs(), strict=strict)) + "\n"
 
 
-def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]:
+def _ninja_lines(
+    out: Path, nvcc: Path | None, archs: Sequence[int], *, strict: bool
+) -> Iterator[str]:
     torch = torch_home()
     warnings = "-Wall -Wextra -Wno-missing-field-initializers" + (" -Werror" if strict else "")
     yield f"cxx = {os.environ.get('CXX', 'g++')} -std=c++20 -I{CSRC} -fPIC -fvisibility=hidden $"
@@ -221,7 +229,7 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
         return
 
     # nvcc knows where its headers and libraries are: it compiles the host side, and links.
-    flags = nvcc_flags(cuda_archs(), strict=strict) + compression(nvcc)
+    flags = nvcc_flags(archs, strict=strict) + compression(nvcc)
     command = f"{nvcc} {flags} -I{CSRC} --keep --keep-dir $keep"
     # Of what nvcc makes on the way the PTX stays: the tests execute it.
     tidy = "find $keep -type f ! -name '*.ptx' -delete"
@@ -238,7 +246,7 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
     yield from lines
     for unit in units():
         objects.append(f"cuda/{unit.name}.o")
-        define = unit.define(comma="\\,")
+        define = unit.define(COMMA)
         yield f"build {objects[-1]}: device {CSRC / unit.source}"
         yield f"  flags = {define}\n  keep = {KEPT_PTX}/{unit.name}"
     more, lines = compile_steps(sorted((CSRC / "cuda").glob("*.cpp")), "host", "cuda")
