@@ -53,6 +53,9 @@ class QueryRows {
   // What a score is multiplied by: scale, K's scale and log2(e), for row 2t + c of column tile n.
   __device__ float factor(int n, int c) const { return kRescaled ? factors_[n][c] : scale_; }
 
+  // The part of the factors that all rows have.
+  __device__ float scale() const { return scale_; }
+
   // The sum of row g of column tile n, of the elements as the products have them.
   __device__ float sum_of_row(int n) const {
     float sum = 0.f;

@@ -176,7 +176,7 @@ class WarpAttention {
   __device__ Positions plain_tiles() const {
     const DecodeParams& p = params_.decode;
     if (p.softcap != 0.f || p.alibi_slopes != nullptr || has_token_scales() ||
-        !(query_.factor(0, 0) > 0.f)) {
+        !(query_.scale() > 0.f)) {
       return {0, 0};
     }
     return {static_cast<int>(item_.common.begin),
