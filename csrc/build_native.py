@@ -77,7 +77,7 @@ class Unit:
         columns = zip(*(instance.arguments for instance in self.instances), strict=True)
         common = [column[0] for column in columns if len(set(column)) == 1]
         words = "_".join([self.instances[0].kernel, *common])
-        return words.replace("DType::k", "").replace("kAnyDType", "any").lower()
+        return words.replace("DType::k", "").lower()
 
     def define(self, comma: str = ",") -> str:
         """Returns the compiler's option for its instances; nvcc wants commas with a backslash."""

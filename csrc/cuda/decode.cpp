@@ -207,9 +207,9 @@ void launch_chunks(const DecodeMmaParams& mma, CudaStream stream) {
 void launch_simt(const DecodeParams& params, CudaStream stream) {
   const unsigned num_ctas = grid_for(simt_items(params) * params.max_chunks);
   const int vecs = params.shape.head_dim <= kOneVectorHeadDim ? 1 : 2;
-#define DECODE_SIMT(kKv, kVecs)                                        \
-  if (vecs == kVecs && (kKv == kAnyDType || kKv == params.kv_dtype)) { \
-    return launch_decode_simt<kKv, kVecs>(params, num_ctas, stream);   \
+#define DECODE_SIMT(kKv, kVecs)                                          \
+  if (vecs == kVecs && (kKv == DType::kAny || kKv == params.kv_dtype)) { \
+    return launch_decode_simt<kKv, kVecs>(params, num_ctas, stream);     \
   }
 #include "kernels/instances.def"
   fail_instance();

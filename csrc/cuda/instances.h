@@ -14,7 +14,7 @@ using CudaStream = CUstream_st*;
 // loaded on the current device: it may be less than the device's.
 int kernels_arch();
 
-// kKv: of the pools, or kAnyDType; kVecs: 1 up to head_dim 256, 2 up to 512.
+// kKv: of the pools, or DType::kAny; kVecs: 1 up to head_dim 256, 2 up to 512.
 template <DType kKv, int kVecs>
 void launch_decode_simt(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
 

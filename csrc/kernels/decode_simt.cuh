@@ -118,7 +118,7 @@ struct DecodeSimt {
 
   static __device__ void load(const DecodeParams& p, const PoolView& pool, const Slot& slot,
                               int64_t head, int element, float (&x)[kVector]) {
-    if constexpr (kKv == kAnyDType) {
+    if constexpr (kKv == DType::kAny) {
       load_row(p.kv_dtype, pool, slot, head, element, p.vector_aligned, x);
     } else {
       load_row<kKv>(pool, slot, head, element, p.vector_aligned, x);

@@ -39,7 +39,7 @@ def instance(kernel: str, *arguments: torch.dtype | int | None) -> str:
         if isinstance(argument, int):
             parts.append(f"Li{argument}E")
         else:
-            number = "n1" if argument is None else ALL_DTYPES.index(argument)
+            number = len(ALL_DTYPES) if argument is None else ALL_DTYPES.index(argument)
             parts.append(f"LNS_5DTypeE{number}E")
     return f"{len(kernel)}{kernel}" + (f"I{''.join(parts)}E" if parts else "")
 
