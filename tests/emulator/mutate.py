@@ -66,7 +66,8 @@ class Child:
             try:
                 os.close(self.reader)
                 # Who interrupts the command means the parent, and it kills.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                for interruption in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(interruption, signal.SIG_IGN)
                 signal.alarm(math.ceil(seconds))
                 # Its output is of no interest: it is meant to fail.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -251,6 +252,9 @@ def main() -> int:
     if options.list:
         print(*mutants, sep="\n")
         return 0
+
+    # As an interruption by hand: the children are killed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
     from .checks import CHECKS
 
