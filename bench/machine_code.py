@@ -1,12 +1,13 @@
 """The compiled kernels, and what ptxas, the machine code and the headers say of each.
 
-Compiles csrc/kernels/inst/*.cu with the flags of the build, one architecture at a time.
+Compiles the units of csrc/kernels with the flags of the build, one architecture at a time.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,14 +23,14 @@ HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent / "csrc"
 sys.path.append(str(CSRC))
 import build_native  # noqa: E402
+from build_native import Unit  # noqa: E402
 
-_INSTANCE = re.compile(r"launch_decode_mma<DType::(\w+), DType::(\w+), (\d+), (\d+)>")
-_SYMBOL = re.compile(r"decode_mma_kernelI.*DTypeE(\d)ELS\d_(\d)ELi(\d+)ELi(\d+)E")
+_SYMBOL = re.compile(r"decode_mma_kernelI.*DTypeE(\d)ELi(\d+)ELi(\d+)E")
 _ESSENTIAL = ("HMMA", "LDSM", "LDGSTS")
 # A copy with a predicate after its operands writes zeroes where that is false: a tail's.
 _ZERO_FILL = re.compile(r",\s*!?P\d\s*$")
 
-Key = tuple[int, int, int, int]  # query and KV dtype, kDim, kRows
+Key = tuple[int, int, int]  # KV dtype, kDim, kRows
 
 
 class ReportError(Exception):
@@ -76,9 +77,9 @@ class Trip:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A source file as an object for one architecture."""
+    """A unit of kernels as an object for one architecture."""
 
-    source: str
+    unit: str
     seconds: float  # of a processor
     object_bytes: int
     resources: dict[str, Resources]  # by symbol
@@ -115,11 +116,11 @@ def tools() -> tuple[Path, Path]:
     return nvcc, cuobjdump
 
 
-def sources(only: str = "") -> list[Path]:
-    """Returns the files of instances whose names contain `only`."""
-    found = sorted(path for path in (CSRC / "kernels/inst").glob("*.cu") if only in path.stem)
+def units(only: str = "") -> list[Unit]:
+    """Returns the units of kernels whose names contain `only`."""
+    found = [unit for unit in build_native.units() if only in unit.name]
     if not found:
-        raise ReportError(f"no file of instances has {only!r} in its name")
+        raise ReportError(f"no unit of kernels has {only!r} in its name")
     return found
 
 
@@ -142,17 +143,18 @@ def instance_key(symbol: str) -> Key | None:
     match = _SYMBOL.search(symbol)
     if match is None:
         return None
-    query, kv, dim, rows = map(int, match.groups())
-    return query, kv, dim, rows
+    kv, dim, rows = map(int, match.groups())
+    return kv, dim, rows
 
 
-def read_facts(files: Sequence[Path], out: Path) -> dict[Key, Facts]:
-    """Asks the kernel's headers about every instance in the files."""
+def read_facts(chosen: Sequence[Unit], out: Path) -> dict[Key, Facts]:
+    """Asks the kernel's headers about every instance of the tensor-core kernel in the units."""
     nvcc, _ = tools()
-    instances = [match for path in files for match in _INSTANCE.findall(path.read_text())]
     calls = "".join(
-        f"  paged_attn::print_facts<DType::{query}, DType::{kv}, {dim}, {rows}>();\n"
-        for query, kv, dim, rows in instances
+        f"  paged_attn::print_facts<{', '.join(instance.arguments)}>();\n"
+        for unit in chosen
+        for instance in unit.instances
+        if instance.kernel == "decode_mma"
     )
     program = out / "facts.cu"
     program.write_text(
@@ -163,8 +165,8 @@ def read_facts(files: Sequence[Path], out: Path) -> dict[Key, Facts]:
     printed, _ = run([out / "facts"])
     facts = {}
     for line in printed.splitlines():
-        query, kv, dim, rows, *numbers = map(int, line.split())
-        facts[query, kv, dim, rows] = Facts(*numbers)
+        kv, dim, rows, *numbers = map(int, line.split())
+        facts[kv, dim, rows] = Facts(*numbers)
     return facts
 
 
@@ -198,12 +200,13 @@ def main_loop(function: sass.Function) -> Trip | None:
     )
 
 
-def compile_file(source: Path, arch: int, out: Path) -> Compiled:
-    """Compiles a file for one architecture, as the build does, and reads its machine code."""
+def compile_unit(unit: Unit, arch: int, out: Path) -> Compiled:
+    """Compiles a unit for one architecture, as the build does, and reads its machine code."""
     nvcc, cuobjdump = tools()
-    target = out / f"{source.stem}.sm_{arch}.o"
-    flags = build_native.nvcc_flags([arch], strict=False).split()
-    printed, seconds = run([nvcc, *flags, f"-I{CSRC}", "-Xptxas", "-v", "-c", source, "-o", target])
+    target = out / f"{unit.name}.sm_{arch}.o"
+    options = f"{build_native.nvcc_flags([arch], strict=False)} {unit.define(build_native.COMMA)}"
+    flags = [*shlex.split(options), f"-I{CSRC}", "-Xptxas", "-v"]
+    printed, seconds = run([nvcc, *flags, "-c", CSRC / unit.source, "-o", target])
     listing, _ = run([cuobjdump, "-sass", target])
     trips = {f.name: trip for f in sass.parse(listing) if (trip := main_loop(f)) is not None}
-    return Compiled(source.stem, seconds, target.stat().st_size, parse_resources(printed), trips)
+    return Compiled(unit.name, seconds, target.stat().st_size, parse_resources(printed), trips)

@@ -2,8 +2,8 @@
 
     python bench/static_report.py [--archs 80 89 90 100] [--only TEXT] [--out DIR]
 
-Compiles csrc/kernels/inst/*.cu with the flags of the build, one architecture at a time, and reads
-the machine code. Needs nvcc, and cuobjdump, which comes with a CUDA toolkit or by
+Compiles the units of csrc/kernels with the flags of the build, one architecture at a time, and
+reads the machine code. Needs nvcc, and cuobjdump, which comes with a CUDA toolkit or by
 `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 
 How the numbers come about:
@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import occupancy
+from build_native import Unit
 from machine_code import (
     Compiled,
     Facts,
@@ -36,10 +37,10 @@ from machine_code import (
     ReportError,
     Resources,
     Trip,
-    compile_file,
+    compile_unit,
     instance_key,
     read_facts,
-    sources,
+    units,
 )
 
 KIB = 1024
@@ -77,7 +78,7 @@ class Row:
     @property
     def many_rows(self) -> bool:
         """Whether arithmetic, not memory, is its limit: no goal but the clean code."""
-        return self.key[3] > 16
+        return self.key[2] > 16
 
     @property
     def share(self) -> float:
@@ -90,7 +91,7 @@ class Row:
         """The most that the share is to be."""
         if self.arch != GOAL_ARCH_OF_SHARE or self.many_rows:
             return None
-        kv, dim = DTYPES[self.key[1]], self.key[2]
+        kv, dim = DTYPES[self.key[0]], self.key[1]
         if kv in ("f16", "bf16"):
             return 0.12
         return 0.35 if kv == "int8" and dim == 64 else 0.30
@@ -117,10 +118,9 @@ class Row:
 
     def cells(self) -> list[str]:
         """Returns its cells of the table, as HEADER names them."""
-        query, kv, dim, tile_rows = self.key
+        kv, dim, tile_rows = self.key
         opcodes = self.trip.opcodes
         return [
-            DTYPES[query],
             DTYPES[kv],
             str(dim),
             str(tile_rows),
@@ -139,7 +139,6 @@ class Row:
 
 
 HEADER = [
-    "query",
     "KV",
     "kDim",
     "kRows",
@@ -191,7 +190,7 @@ def arch_report(compiled: Sequence[Compiled], facts: dict[Key, Facts], arch: int
     size = sum(unit.object_bytes for unit in compiled) / 1e6
     others = [
         [
-            unit.source,
+            unit.unit,
             str(len(unit.resources)),
             f"{min(registers)}-{max(registers)}",
             str(sum(r.spills + r.stack for r in unit.resources.values())),
@@ -213,24 +212,24 @@ def arch_report(compiled: Sequence[Compiled], facts: dict[Key, Facts], arch: int
             f"{missed} of {len(rows)} instances miss a goal.",
             "",
             table(
-                ["file", "kernels", "registers", "spill + stack B", "seconds", "object MB"], others
+                ["unit", "kernels", "registers", "spill + stack B", "seconds", "object MB"], others
             ),
             "",
-            f"{sum(len(unit.resources) for unit in compiled)} kernels in {len(compiled)} files: "
+            f"{sum(len(unit.resources) for unit in compiled)} kernels in {len(compiled)} units: "
             f"{seconds:.0f} processor seconds, {size:.1f} MB of objects.",
         ]
     )
 
 
 def make_report(
-    archs: Sequence[int], files: Sequence[Path], out: Path, jobs: int, say: Callable[[str], None]
+    archs: Sequence[int], chosen: Sequence[Unit], out: Path, jobs: int, say: Callable[[str], None]
 ) -> None:
     """Compiles, and says the report section by section."""
     out.mkdir(parents=True, exist_ok=True)
-    facts = read_facts(files, out)
+    facts = read_facts(chosen, out)
     for arch in archs:
         with ThreadPoolExecutor(jobs) as pool:
-            compiled = list(pool.map(partial(compile_file, arch=arch, out=out), files))
+            compiled = list(pool.map(partial(compile_unit, arch=arch, out=out), chosen))
         say(arch_report(compiled, facts, arch) + "\n")
 
 
@@ -238,7 +237,7 @@ def main() -> int:
     """Prints the report."""
     parser = argparse.ArgumentParser(description="Prints what is known of the kernels statically.")
     parser.add_argument("--archs", type=int, nargs="+", default=[80, 89, 90, 100])
-    parser.add_argument("--only", default="", help="only files whose names contain this")
+    parser.add_argument("--only", default="", help="only units whose names contain this")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     arguments = parser.parse_args()
@@ -252,7 +251,7 @@ def main() -> int:
         said.append(text)
 
     try:
-        make_report(arguments.archs, sources(arguments.only), arguments.out, arguments.jobs, say)
+        make_report(arguments.archs, units(arguments.only), arguments.out, arguments.jobs, say)
     except ReportError as error:
         print(error, file=sys.stderr)
         return 1

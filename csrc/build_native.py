@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
@@ -31,6 +32,11 @@ SHARED_BINDINGS = (
     "paged_attention",
     "plan_decode",
 )
+# In the build's folder: the PTX of each unit of kernels, in a folder of its own.
+KEPT_PTX = "cuda/ptx"
+COMMA = "\\,"  # of nvcc in an option: it splits them at others
+# Ninja's name for all that the CUDA library is linked of.
+CUDA_OBJECTS = "cuda_objects"
 ISA_FLAGS = {"portable": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     # g++ 12 takes what its own AVX-512 intrinsics leave undefined for a mistake of ours.
@@ -41,6 +47,67 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 class BuildError(Exception):
     """The build cannot start; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A kernel with its template arguments, as kernels/instances.def has them."""
+
+    kernel: str  # of kernels/KERNEL.cu
+    arguments: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kernel.upper()}({', '.join(self.arguments)})"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Instances of one kernel that are compiled together."""
+
+    instances: tuple[Instance, ...]
+
+    @property
+    def source(self) -> str:
+        """Returns its file, within csrc."""
+        return f"kernels/{self.instances[0].kernel}.cu"
+
+    @property
+    def name(self) -> str:
+        """Returns the kernel and the arguments that are the same for all, decode_mma_f16_128."""
+        columns = zip(*(instance.arguments for instance in self.instances), strict=True)
+        common = [column[0] for column in columns if len(set(column)) == 1]
+        words = "_".join([self.instances[0].kernel, *common])
+        return words.replace("DType::k", "").lower()
+
+    def define(self, comma: str = ",") -> str:
+        """Returns the compiler's option for its instances; nvcc wants commas with a backslash."""
+        if not self.instances[0].arguments:
+            return ""
+        text = " ".join(map(str, self.instances)).replace(",", comma)
+        return f"'-DPAGED_ATTN_INSTANCES={text}'"
+
+
+def instances(csrc: Path = CSRC) -> list[Instance]:
+    """Returns every kernel instance that there is, slow to compile first."""
+    text = (csrc / "kernels/instances.def").read_text()
+    found = re.findall(r"^([A-Z_]+)\((.*)\)$", text, re.M)
+    return [
+        Instance(kernel.lower(), tuple(filter(None, arguments.split(", "))))
+        for kernel, arguments in found
+    ]
+
+
+def units(csrc: Path = CSRC) -> list[Unit]:
+    """Returns what is compiled in one go: instances that differ in their middle argument alone.
+
+    More would leave processors without work, fewer would read the headers more often.
+    """
+    groups: dict[tuple[str, ...], list[Instance]] = {}
+    for instance in instances(csrc):
+        first, *middle = instance.arguments or ("",)
+        key = (instance.kernel, first if len(middle) > 1 else "", *middle[-1:])
+        groups.setdefault(key, []).append(instance)
+    return [Unit(tuple(group)) for group in groups.values()]
 
 
 def find_nvcc() -> Path | None:
@@ -112,12 +179,19 @@ def compression(nvcc: Path) -> str:
     return " --compress-mode=size" if release and int(release[1]) >= 13 else ""
 
 
-def ninja_file(out: Path, nvcc: Path | None, *, strict: bool) -> str:
-    """Returns the text of build.ninja, which builds the libraries into `out`."""
-    return "\n".join(_ninja_lines(out, nvcc, strict=strict)) + "\n"
+def ninja_file(
+    out: Path, nvcc: Path | None, *, strict: bool, archs: Sequence[int] | None = None
+) -> str:
+    """Returns the text of build.ninja, which builds the libraries into `out`.
+
+    Architectures are those of cuda_archs() unless given.
+    """
+    return "\n".join(_ninja_lines(out, nvcc, archs or cuda_archs(), strict=strict)) + "\n"
 
 
-def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]:
+def _ninja_lines(
+    out: Path, nvcc: Path | None, archs: Sequence[int], *, strict: bool
+) -> Iterator[str]:
     torch = torch_home()
     warnings = "-Wall -Wextra -Wno-missing-field-initializers" + (" -Werror" if strict else "")
     yield f"cxx = {os.environ.get('CXX', 'g++')} -std=c++20 -I{CSRC} -fPIC -fvisibility=hidden $"
@@ -155,9 +229,14 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
         return
 
     # nvcc knows where its headers and libraries are: it compiles the host side, and links.
-    flags = nvcc_flags(cuda_archs(), strict=strict) + compression(nvcc)
-    command = f"{nvcc} {flags} -I{CSRC}"
-    yield from _rule("device", f"{command} -MD -MF $out.d -c $in -o $out $flags")
+    flags = nvcc_flags(archs, strict=strict) + compression(nvcc)
+    command = f"{nvcc} {flags} -I{CSRC} --keep --keep-dir $keep"
+    # Of what nvcc makes on the way the PTX stays: the tests execute it.
+    tidy = "find $keep -type f ! -name '*.ptx' -delete"
+    yield from _rule(
+        "device",
+        f"mkdir -p $keep && {command} -MD -MF $out.d -c $in -o $out $flags && {tidy}",
+    )
     host = f"{nvcc} -std=c++20 -O2 -I{CSRC} -Xcompiler -fPIC,-fvisibility=hidden"
     yield from _rule("host", f"{host} -MD -MF $out.d -c $in -o $out $flags")
     link = f"{nvcc} -shared -cudart static -Xlinker -s,--no-undefined"
@@ -165,10 +244,15 @@ def _ninja_lines(out: Path, nvcc: Path | None, *, strict: bool) -> Iterator[str]
     own = [bindings / "device_cuda.cpp", bindings / "register_cuda.cpp"]
     objects, lines = compile_steps(own, "bindings", "cuda")
     yield from lines
-    for folder, pattern, rule in (("cuda", "*.cpp", "host"), ("kernels/inst", "*.cu", "device")):
-        more, lines = compile_steps(sorted((CSRC / folder).glob(pattern)), rule, "cuda")
-        objects += more
-        yield from lines
+    for unit in units():
+        objects.append(f"cuda/{unit.name}.o")
+        define = unit.define(COMMA)
+        yield f"build {objects[-1]}: device {CSRC / unit.source}"
+        yield f"  flags = {define}\n  keep = {KEPT_PTX}/{unit.name}"
+    more, lines = compile_steps(sorted((CSRC / "cuda").glob("*.cpp")), "host", "cuda")
+    objects += more
+    yield from lines
+    yield f"build {CUDA_OBJECTS}: phony {' '.join(shared + objects)}"
     yield f"build {out}/libpaged_attn_cuda.so: cudalink {' '.join(shared + objects)}"
     yield f"  flags = {libtorch}"
 

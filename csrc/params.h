@@ -9,7 +9,8 @@
 
 namespace paged_attn {
 
-enum class DType : int32_t { kF32, kF16, kBf16, kF8E4m3, kF8E5m2, kI8 };
+// kAny stands for a dtype that a kernel finds at run time.
+enum class DType : int32_t { kF32, kF16, kBf16, kF8E4m3, kF8E5m2, kI8, kAny };
 
 constexpr int element_size(DType dtype) {
   return dtype == DType::kF32 ? 4 : dtype == DType::kF16 || dtype == DType::kBf16 ? 2 : 1;

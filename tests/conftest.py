@@ -71,6 +71,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("backend", params, indirect=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs kernels on something slower than a processor is slow."""
+    for item in items:
+        name, _ = getattr(getattr(item, "callspec", None), "params", {}).get("backend", ("", ""))
+        if name in EMULATED or item.path.parent.name in ("emulator", "ptx"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """The backend under test; paged_attn's functions call its ops while the test runs."""

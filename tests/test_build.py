@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import build_native
 import pytest
 import torch
 
@@ -22,13 +23,7 @@ ISA_LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
 @pytest.fixture
 def native() -> ModuleType:
     """csrc/build_native.py as a module."""
-    path = ROOT / "csrc" / "build_native.py"
-    spec = importlib.util.spec_from_file_location("build_native_under_test", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return build_native
 
 
 @pytest.fixture
@@ -133,8 +128,11 @@ def test_without_nvcc_there_is_a_cpu_library_alone(
         with_nvcc = native.ninja_file(tmp_path, nvcc, strict=False)
         assert ("--compress-mode=size" in with_nvcc) == small
     assert f"{tmp_path}/libpaged_attn_cuda.so" in with_nvcc
-    instances = sorted((ROOT / "csrc" / "kernels" / "inst").glob("*.cu"))
-    assert all(str(instance) in with_nvcc for instance in instances)
+    kernels = {path.stem for path in (ROOT / "csrc/kernels").glob("*.cu")}
+    assert kernels == {instance.kernel for instance in native.instances()}
+    for unit in native.units():
+        assert f"build cuda/{unit.name}.o: device {ROOT}/csrc/{unit.source}" in with_nvcc
+        assert unit.define(native.COMMA) in with_nvcc
 
 
 def test_a_build_without_torch_says_what_to_do(

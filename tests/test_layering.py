@@ -37,10 +37,10 @@ LAYERS = (
     Layer("device/[!p]*.cuh", r"(mma_)?params\.h|device/\w+\.cuh", f"{STD}|{CUDA}"),
     Layer("device/p[!t]*.cuh", r"(mma_)?params\.h|device/\w+\.cuh", f"{STD}|{CUDA}"),
     Layer("kernels/*.cuh", r"(mma_)?params\.h|device/\w+\.cuh", STD),
-    Layer("kernels/inst/*.cu", r"kernels/\w+\.cuh", r"(?!)"),
+    Layer("kernels/*.cu", r"kernels/\w+\.cuh", r"(?!)"),
     Layer(
         "cuda/*",
-        r"(params|mma_params|dispatch|backend)\.h|cuda/\w+\.h",
+        r"(params|mma_params|backend)\.h|cuda/\w+\.h|kernels/instances\.def",
         rf"{STD}|cuda_runtime_api\.h",
     ),
     Layer("cpu/*", r"(params|dispatch|backend)\.h|cpu/\w+\.h", rf"{STD}|immintrin\.h"),
@@ -153,7 +153,7 @@ def test_a_violation_is_seen(tmp_path: Path) -> None:
 
 def test_one_kernel_an_instance_file() -> None:
     violations = []
-    for path in sources("csrc/kernels/inst/*.cu"):
+    for path in sources("csrc/kernels/*.cu"):
         lines = path.read_text().splitlines()
         if sum(line.startswith("#include") for line in lines) != 1:
             violations.append(f"{path.relative_to(ROOT)}:1: must include one kernel header")

@@ -6,12 +6,11 @@ with the product.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
+import build_native
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,17 +26,7 @@ NATIVE = {
 }
 
 
-def load_native() -> ModuleType:
-    path = ROOT / "csrc" / "build_native.py"
-    spec = importlib.util.spec_from_file_location("paged_attn_build_native", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-NVCC = load_native().find_nvcc()
+NVCC = build_native.find_nvcc()
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="compiling device code needs nvcc")
 
 

@@ -141,17 +141,17 @@ ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack s
 
 def test_a_report_on_nothing_is_an_error() -> None:
     with pytest.raises(machine_code.ReportError, match="'i9' in its name"):
-        machine_code.sources("i9")
+        machine_code.units("i9")
 
 
 @pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 def test_machine_code_of_f16_on_sm_90(tmp_path: Path) -> None:
-    files = machine_code.sources("decode_mma_f16_f16")
-    facts = machine_code.read_facts(files, tmp_path)
-    compiled = [machine_code.compile_file(path, 90, tmp_path) for path in files]
+    units = machine_code.units("decode_mma_f16")
+    facts = machine_code.read_facts(units, tmp_path)
+    compiled = [machine_code.compile_unit(unit, 90, tmp_path) for unit in units]
     rows = static_report.rows_of(compiled, facts, 90)
     shapes = list(itertools.product((64, 128, 256), (8, 16, 128)))
-    assert [row.key[2:] for row in rows] == shapes
+    assert [row.key[1:] for row in rows] == shapes
     most = {(64, 8): 0.11, (64, 16): 0.12, (128, 8): 0.08, (128, 16): 0.10, (256, 8): 0.07}
     most[256, 16] = 0.09
     for row in rows:
@@ -163,4 +163,4 @@ def test_machine_code_of_f16_on_sm_90(tmp_path: Path) -> None:
             continue
         assert row.trip.kv_bytes == row.facts.tile_bytes, row.key
         assert row.in_flight >= static_report.GOAL_IN_FLIGHT[90], row.key
-        assert row.share <= most[row.key[2], row.key[3]], row.key
+        assert row.share <= most[row.key[1:]], row.key

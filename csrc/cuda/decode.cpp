@@ -3,11 +3,11 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
 
 #include "backend.h"
 #include "cuda/grid.h"
 #include "cuda/instances.h"
-#include "dispatch.h"
 #include "mma_params.h"
 
 namespace paged_attn::backend {
@@ -163,16 +163,21 @@ PlanView plan_view(int32_t* words, int32_t num_ctas) {
 }
 static_assert(PlanView::words(1023) <= kPlanWords);
 
-template <DType kQuery, DType kKv>
-void launch_mma(const DecodeMmaParams& params, int rows, unsigned num_ctas, CudaStream stream) {
-  dispatch<64, 128, 256>(rounded_head_dim(params.decode.shape.head_dim), [&](auto dim) {
-    dispatch<8, 16, 128>(rows, [&](auto tile_rows) {
-      launch_decode_mma<kQuery, kKv, dim.value, tile_rows.value>(params, num_ctas, stream);
-    });
-  });
+[[noreturn]] void fail_instance() {
+  throw std::logic_error("paged_attn: no kernel was built for this call");
 }
 
-template <DType kQuery, DType kKv>
+void launch_mma(const DecodeMmaParams& params, int rows, unsigned num_ctas, CudaStream stream) {
+  const DType kv = params.decode.kv_dtype;
+  const int dim = rounded_head_dim(params.decode.shape.head_dim);
+#define DECODE_MMA(kKv, kDim, kRows)                                      \
+  if (kv == kKv && dim == kDim && rows == kRows) {                        \
+    return launch_decode_mma<kKv, kDim, kRows>(params, num_ctas, stream); \
+  }
+#include "kernels/instances.def"
+  fail_instance();
+}
+
 void launch_planned(const DecodeCall& call, const Choice& choice, DecodeMmaParams& mma,
                     CudaStream stream) {
   const int rows = plan_rows(mma.decode);
@@ -180,12 +185,11 @@ void launch_planned(const DecodeCall& call, const Choice& choice, DecodeMmaParam
   mma.fragment_out = call.workspace;
   mma.fragment_lse =
       call.workspace + 2 * int64_t{mma.plan.num_ctas} * rows * mma.decode.shape.head_dim;
-  launch_mma<kQuery, kKv>(mma, rows, mma.plan.num_ctas, stream);
+  launch_mma(mma, rows, mma.plan.num_ctas, stream);
 }
 
 // Ragged, only the device knows how many rows a sequence has: each launch takes the sequences whose
 // row tiles are of its size.
-template <DType kQuery, DType kKv>
 void launch_chunks(const DecodeMmaParams& mma, CudaStream stream) {
   const DecodeParams& params = mma.decode;
   const bool ragged = params.cu_query_lens != nullptr;
@@ -195,45 +199,36 @@ void launch_chunks(const DecodeMmaParams& mma, CudaStream stream) {
   for (const int rows : {fewest, most}) {
     const int64_t items =
         params.num_row_tiles(rows) * params.shape.num_kv_heads * params.max_chunks;
-    launch_mma<kQuery, kKv>(mma, rows, grid_for(items), stream);
+    launch_mma(mma, rows, grid_for(items), stream);
     if (fewest == most) break;
   }
 }
 
-template <DType kQuery, DType kKv>
 void launch_simt(const DecodeParams& params, CudaStream stream) {
   const unsigned num_ctas = grid_for(simt_items(params) * params.max_chunks);
-  if (params.shape.head_dim <= kOneVectorHeadDim) {
-    launch_decode_simt<kQuery, kKv, 1>(params, num_ctas, stream);
-  } else {
-    launch_decode_simt<kQuery, kKv, 2>(params, num_ctas, stream);
+  const int vecs = params.shape.head_dim <= kOneVectorHeadDim ? 1 : 2;
+#define DECODE_SIMT(kKv, kVecs)                                          \
+  if (vecs == kVecs && (kKv == DType::kAny || kKv == params.kv_dtype)) { \
+    return launch_decode_simt<kKv, kVecs>(params, num_ctas, stream);     \
   }
+#include "kernels/instances.def"
+  fail_instance();
 }
 
-template <DType kQuery, DType kKv>
-void launch_kernel(const DecodeCall& call, DecodeParams& params, CudaStream stream) {
-  DecodeMmaParams mma{};
-  const Choice choice = choose(params, mma);
+// Returns the call's parameters with its chunks, if it is not planned.
+DecodeParams with_chunks(const DecodeCall& call, bool planned) {
+  DecodeParams params = call.params;
   params.chunk_size = std::numeric_limits<int32_t>::max();
   params.max_chunks = 1;
-  const bool planned = is_planned(choice, call.chunk_size);
-  if (!planned) {
-    const Chunks chunks = make_chunks(params, call.chunk_size);
-    params.chunk_size = chunks.size;
-    params.max_chunks = chunks.count;
-    if (chunks.partial) {
-      params.partial_out = call.workspace;
-      params.partial_lse = call.workspace + num_chunk_rows(params, chunks) * params.shape.head_dim;
-    }
+  if (planned) return params;
+  const Chunks chunks = make_chunks(params, call.chunk_size);
+  params.chunk_size = chunks.size;
+  params.max_chunks = chunks.count;
+  if (chunks.partial) {
+    params.partial_out = call.workspace;
+    params.partial_lse = call.workspace + num_chunk_rows(params, chunks) * params.shape.head_dim;
   }
-  if constexpr (kQuery != DType::kF32) {
-    if (choice.mma) {
-      mma.decode = params;
-      if (planned) return launch_planned<kQuery, kKv>(call, choice, mma, stream);
-      return launch_chunks<kQuery, kKv>(mma, stream);
-    }
-  }
-  launch_simt<kQuery, kKv>(params, stream);
+  return params;
 }
 
 }  // namespace
@@ -261,18 +256,21 @@ void make_plan(const DecodeParams& params, int32_t kv_bytes, int32_t* plan, Stre
   launch_plan(plan_params, cuda_stream(stream));
 }
 
-void decode(const DecodeCall& call, Stream stream) {
-  DecodeParams params = call.params;
-  dispatch_float(params.query_dtype, [&](auto query) {
-    constexpr DType kQuery = query.value;
-    dispatch_kv<kQuery>(params.kv_dtype, [&](auto kv) {
-      launch_kernel<kQuery, kv.value>(call, params, cuda_stream(stream));
-    });
-    if (params.partial_out != nullptr) {
-      const int64_t num_rows = params.num_tokens * params.num_q_heads;
-      launch_combine_chunks<kQuery>(params, grid_for(num_rows), cuda_stream(stream));
-    }
-  });
+void decode(const DecodeCall& call, Stream stream_pointer) {
+  const CudaStream stream = cuda_stream(stream_pointer);
+  DecodeMmaParams mma{};
+  const Choice choice = choose(call.params, mma);
+  const bool planned = is_planned(choice, call.chunk_size);
+  const DecodeParams params = with_chunks(call, planned);
+  if (choice.mma) {
+    mma.decode = params;
+    planned ? launch_planned(call, choice, mma, stream) : launch_chunks(mma, stream);
+  } else {
+    launch_simt(params, stream);
+  }
+  if (params.partial_out != nullptr) {
+    launch_combine_chunks(params, grid_for(params.num_tokens * params.num_q_heads), stream);
+  }
 }
 
 }  // namespace paged_attn::backend

@@ -1,5 +1,5 @@
-// The kernels that kernels/inst/*.cu instantiate, as host code sees them. Each enqueues its kernel
-// on `stream` with num_ctas CTAs, any number from 1 on, and returns.
+// The kernels, as host code sees them; kernels/instances.def lists their instances. Each enqueues
+// its kernel on `stream` with num_ctas CTAs, any number from 1 on, and returns.
 #pragma once
 
 #include "mma_params.h"
@@ -14,30 +14,22 @@ using CudaStream = CUstream_st*;
 // loaded on the current device: it may be less than the device's.
 int kernels_arch();
 
-template <DType kQuery, DType kKv, int kVecs>
+// kKv: of the pools, or DType::kAny; kVecs: 1 up to head_dim 256, 2 up to 512.
+template <DType kKv, int kVecs>
 void launch_decode_simt(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
 
 // kDim: 64, 128 or 256; kRows: query rows of a row tile, 8, 16 or 128.
-template <DType kQuery, DType kKv, int kDim, int kRows>
+template <DType kKv, int kDim, int kRows>
 void launch_decode_mma(const DecodeMmaParams& params, unsigned num_ctas, CudaStream stream);
-
-template <DType kQuery>
 void launch_combine_chunks(const DecodeParams& params, unsigned num_ctas, CudaStream stream);
 
 // One CTA; plan.num_ctas is at most 1023.
 void launch_plan(const PlanParams& params, CudaStream stream);
 
 void launch_append_slots(const AppendSlotsParams& params, unsigned num_ctas, CudaStream stream);
-
-template <DType kType>
 void launch_merge_states(const MergeParams& params, unsigned num_ctas, CudaStream stream);
-
-template <DType kInput, DType kKv>
 void launch_cache_write(const CacheWriteParams& params, unsigned num_ctas, CudaStream stream);
-
-template <DType kKv, DType kOutput>
 void launch_gather(const GatherParams& params, unsigned num_ctas, CudaStream stream);
-
 void launch_block_copy(const BlockCopyParams& params, unsigned num_ctas, CudaStream stream);
 
 }  // namespace paged_attn

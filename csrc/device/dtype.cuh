@@ -170,4 +170,46 @@ __device__ __forceinline__ void store_float(void* base, int64_t offset, float x)
   ptx::store_global(static_cast<Storage<kType>*>(base) + offset, to_storage<kType>(x));
 }
 
+// ---- The same for a dtype that is known at run time, the same for all threads: a branch beside
+// the access. ----
+
+// Calls function(std::integral_constant<DType, type>) if the type is listed.
+template <DType... kTypes, class Function>
+__device__ __forceinline__ void with_dtype(DType type, Function function) {
+  ((type == kTypes ? function(std::integral_constant<DType, kTypes>{}) : void()), ...);
+}
+
+// Rows of query, key, value and output.
+template <class Function>
+__device__ __forceinline__ void with_row_dtype(DType type, Function function) {
+  with_dtype<DType::kF32, DType::kF16, DType::kBf16>(type, function);
+}
+
+// Rows of a pool.
+template <class Function>
+__device__ __forceinline__ void with_pool_dtype(DType type, Function function) {
+  with_dtype<DType::kF32, DType::kF16, DType::kBf16, DType::kF8E4m3, DType::kF8E5m2, DType::kI8>(
+      type, function);
+}
+
+// One element of a row.
+__device__ __forceinline__ float load_row_float(DType type, const void* base, int64_t offset) {
+  float x = 0.f;
+  with_row_dtype(type, [&](auto t) { x = load_float<t.value>(base, offset); });
+  return x;
+}
+__device__ __forceinline__ void store_row_float(DType type, void* base, int64_t offset, float x) {
+  with_row_dtype(type, [&](auto t) { store_float<t.value>(base, offset, x); });
+}
+
+// Eight elements of a row, which may lie at any address.
+__device__ __forceinline__ void load_row_floats(DType type, const void* base, int64_t offset,
+                                                float (&x)[kVector]) {
+  with_row_dtype(type, [&](auto t) { load_floats<t.value>(base, offset, false, x); });
+}
+__device__ __forceinline__ void store_row_floats(DType type, void* base, int64_t offset,
+                                                 const float (&x)[kVector]) {
+  with_row_dtype(type, [&](auto t) { store_floats<t.value>(base, offset, false, x); });
+}
+
 }  // namespace paged_attn

@@ -12,7 +12,7 @@ namespace paged_attn {
 // Whoever arrives last merges all, in their order, and nobody waits. Many fragments are merged in
 // groups first, each by its last, so that none reads more than about twice the square root of their
 // number.
-template <DType kQuery, int kThreads, int kRows>
+template <int kThreads, int kRows>
 class FragmentMerge {
  public:
   // `last` is a word of shared memory.
@@ -99,7 +99,7 @@ class FragmentMerge {
           const float scale = add_sink(p_.decode, target.head, total) * total.inverse();
           const float values[4] = {sum.x, sum.y, sum.z, sum.w};
           for (int i = 0; i < 4; ++i) {
-            write_output<kQuery>(p_.decode, target, d + i, values[i] * scale, total.lse());
+            write_output(p_.decode, target, d + i, values[i] * scale, total.lse());
           }
         });
   }

@@ -23,6 +23,11 @@ __device__ __forceinline__ void load_row(const PoolView& pool, const Slot& slot,
                                          int element, bool aligned, float (&x)[kVector]) {
   load_floats<kType>(pool.data, pool.row(slot.block, slot.offset, head) + element, aligned, x);
 }
+__device__ __forceinline__ void load_row(DType type, const PoolView& pool, const Slot& slot,
+                                         int64_t head, int element, bool aligned,
+                                         float (&x)[kVector]) {
+  with_pool_dtype(type, [&](auto t) { load_row<t.value>(pool, slot, head, element, aligned, x); });
+}
 
 __device__ __forceinline__ float scale_at(const ScaleView& scale, const Slot& slot, int64_t head) {
   return scale.at(slot.block, slot.offset, head);

@@ -38,11 +38,12 @@ __device__ __forceinline__ void find_row(const DecodeParams& p, const RowTile& i
   if (p.alibi_slopes != nullptr) row.slope = p.alibi_slopes[p.row_target(item, r).head];
 }
 
-template <DType kQuery, DType kKv, int kDim, int kColumns>
+template <DType kKv, int kDim, int kColumns>
 class QueryRows {
  public:
-  // 8-bit values are exact in half precision, whatever the query is.
-  static constexpr DType kOperand = is_8bit(kKv) ? DType::kF16 : kQuery;
+  // 8-bit values are exact in half precision, whatever the query is. With 16 bits the query has the
+  // keys' dtype.
+  static constexpr DType kOperand = is_8bit(kKv) ? DType::kF16 : kKv;
 
   // Many fragments leave few registers for anything else.
   static constexpr bool kCrowded = kDim / 16 * kColumns > 8;
@@ -51,6 +52,9 @@ class QueryRows {
 
   // What a score is multiplied by: scale, K's scale and log2(e), for row 2t + c of column tile n.
   __device__ float factor(int n, int c) const { return kRescaled ? factors_[n][c] : scale_; }
+
+  // The part of the factors that all rows have.
+  __device__ float scale() const { return scale_; }
 
   // The sum of row g of column tile n, of the elements as the products have them.
   __device__ float sum_of_row(int n) const {
@@ -80,7 +84,8 @@ class QueryRows {
       const RowTarget target = p.row_target(item, live ? r : 0);
       const int64_t offset = p.row(p.query, target.token, target.head);
       if constexpr (kRescaled) {
-        const float row_scale = power_of_two(largest(params, offset, live));
+        const bool halves = p.query_dtype == DType::kF16;
+        const float row_scale = halves ? 1.f : power_of_two(largest(params, offset, live));
         load_row(params, offset, live, n, row_scale);
         // This lane's rows of a result are 2t and 2t + 1; lane 4g knows row g.
 #pragma unroll
@@ -96,8 +101,9 @@ class QueryRows {
   }
 
  private:
-  // bfloat16 rows that become half precision are scaled by a power of two each, which is exact.
-  static constexpr bool kRescaled = kQuery == DType::kBf16 && kOperand == DType::kF16;
+  // With 8 bits the query's dtype is known at run time: bfloat16 rows, which become half precision,
+  // are scaled by a power of two each, which is exact.
+  static constexpr bool kRescaled = is_8bit(kKv);
   // 8-bit keys come with their dimensions permuted within 16: see load_keys.
   static constexpr bool kPermuted = is_8bit(kKv);
 
@@ -117,7 +123,8 @@ class QueryRows {
   static __device__ float2 load_pair(const DecodeMmaParams& p, int64_t offset, int element,
                                      bool live) {
     const uint32_t word = load_word(p, offset, element, live);
-    return kQuery == DType::kF16 ? ptx::f16x2_to_float2(word) : ptx::bf16x2_to_float2(word);
+    return p.decode.query_dtype == DType::kF16 ? ptx::f16x2_to_float2(word)
+                                               : ptx::bf16x2_to_float2(word);
   }
 
   __device__ void load_row(const DecodeMmaParams& p, int64_t offset, bool live, int n,
@@ -129,7 +136,7 @@ class QueryRows {
       for (int half = 0; half < 2; ++half) {
         const int element = 16 * d + (kPermuted ? 4 * t + 2 * half : 2 * t + 8 * half);
         uint32_t& word = fragments[d][n].words[half];
-        if constexpr (kOperand == kQuery) {
+        if constexpr (!kRescaled) {
           word = load_word(p, offset, element, live);
         } else {
           const float2 pair = load_pair(p, offset, element, live);

@@ -18,10 +18,9 @@ struct WarpResults {
 };
 
 // Writes one element of a finished row, and with the first its LSE.
-template <DType kQuery>
 __device__ __forceinline__ void write_output(const DecodeParams& p, const RowTarget& target, int d,
                                              float value, float lse) {
-  store_float<kQuery>(p.out.data, p.row(p.out, target.token, target.head) + d, value);
+  store_row_float(p.query_dtype, p.out.data, p.row(p.out, target.token, target.head) + d, value);
   if (d == 0 && p.lse != nullptr) p.lse[target.token * p.num_q_heads + target.head] = lse;
 }
 

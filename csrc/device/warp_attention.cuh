@@ -16,7 +16,7 @@
 namespace paged_attn {
 
 // kColumns: tiles of 8 query rows.
-template <DType kQuery, DType kKv, int kDim, int kColumns, class Ring>
+template <DType kKv, int kDim, int kColumns, class Ring>
 class WarpAttention {
  public:
   static constexpr int kTokenTiles = Ring::kTokens / 16;
@@ -154,7 +154,7 @@ class WarpAttention {
   }
 
  private:
-  using Query = QueryRows<kQuery, kKv, kDim, kColumns>;
+  using Query = QueryRows<kKv, kDim, kColumns>;
   static constexpr DType kOperand = Query::kOperand;
   static constexpr bool kBiased = kWideningBias<kKv> != 0.f;
   // Dimension tiles of one fragment load: 32 bytes of a row.
@@ -176,7 +176,7 @@ class WarpAttention {
   __device__ Positions plain_tiles() const {
     const DecodeParams& p = params_.decode;
     if (p.softcap != 0.f || p.alibi_slopes != nullptr || has_token_scales() ||
-        !(query_.factor(0, 0) > 0.f)) {
+        !(query_.scale() > 0.f)) {
       return {0, 0};
     }
     return {static_cast<int>(item_.common.begin),

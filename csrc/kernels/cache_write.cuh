@@ -14,8 +14,8 @@ inline constexpr int kCacheWriteRows = kCacheWriteThreads / ptx::kWarpSize;
 
 // The scale of a row in a cache that keeps one per token and head: the largest finite magnitude
 // becomes the largest value of the format. An all-zero row has scale 0.
-template <DType kKv, int kVecs>
-__device__ float row_scale(const float (&row)[kVecs][kVector]) {
+template <int kVecs>
+__device__ float row_scale(DType kv_dtype, const float (&row)[kVecs][kVector]) {
   float largest = 0.f;
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
@@ -28,13 +28,12 @@ __device__ float row_scale(const float (&row)[kVecs][kVector]) {
   largest = warp_max(largest);
   constexpr float kSmallestNormal = 1.17549435e-38f;
   if (largest == 0.f) return 0.f;
-  return fmaxf(ptx::divide(largest, max_value(kKv)), kSmallestNormal);
+  return fmaxf(ptx::divide(largest, max_value(kv_dtype)), kSmallestNormal);
 }
 
-template <DType kInput, DType kKv>
-__device__ void write_row(const RowsView& rows, const PoolView& pool, const ScaleView& scale,
-                          bool compute_scale, const CacheWriteParams& p, int64_t token,
-                          int64_t head) {
+__device__ __forceinline__ void write_row(const RowsView& rows, const PoolView& pool,
+                                          const ScaleView& scale, bool compute_scale,
+                                          const CacheWriteParams& p, int64_t token, int64_t head) {
   constexpr int kVecs = 2;  // 32 lanes of 2 vectors of 8: head_dim up to 512
   const int64_t slot = p.slot_mapping[token];
   if (slot < 0) return;
@@ -46,12 +45,12 @@ __device__ void write_row(const RowsView& rows, const PoolView& pool, const Scal
   for (int v = 0; v < kVecs; ++v) {
     const int element = (lane + v * ptx::kWarpSize) * kVector;
     if (element < p.shape.head_dim) {
-      load_floats<kInput>(rows.data, rows.row(0, token, head) + element, /*aligned=*/false, row[v]);
+      load_row_floats(p.input_dtype, rows.data, rows.row(0, token, head) + element, row[v]);
     }
   }
   float divisor;
   if (compute_scale) {
-    divisor = row_scale<kKv>(row);
+    divisor = row_scale(p.kv_dtype, row);
     if (lane == 0) scale.data[scale.index(block, offset, head)] = divisor;
     if (divisor == 0.f) divisor = 1.f;
   } else {
@@ -63,13 +62,14 @@ __device__ void write_row(const RowsView& rows, const PoolView& pool, const Scal
     if (element < p.shape.head_dim) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) row[v][i] = ptx::divide(row[v][i], divisor);
-      store_floats<kKv>(pool.data, pool.row(block, offset, head) + element, p.vector_aligned,
-                        row[v]);
+      with_pool_dtype(p.kv_dtype, [&](auto kv) {
+        store_floats<kv.value>(pool.data, pool.row(block, offset, head) + element, p.vector_aligned,
+                               row[v]);
+      });
     }
   }
 }
 
-template <DType kInput, DType kKv>
 __global__ void __launch_bounds__(kCacheWriteThreads)
     cache_write_kernel(const __grid_constant__ CacheWriteParams p) {
   const int64_t num_rows = p.num_tokens * p.shape.num_kv_heads;
@@ -79,14 +79,9 @@ __global__ void __launch_bounds__(kCacheWriteThreads)
        row < num_rows; row += stride) {
     const int64_t token = row / p.shape.num_kv_heads;
     const int64_t head = row % p.shape.num_kv_heads;
-    write_row<kInput, kKv>(p.key, p.key_cache, p.k_scale, p.compute_k_scale, p, token, head);
-    write_row<kInput, kKv>(p.value, p.value_cache, p.v_scale, p.compute_v_scale, p, token, head);
+    write_row(p.key, p.key_cache, p.k_scale, p.compute_k_scale, p, token, head);
+    write_row(p.value, p.value_cache, p.v_scale, p.compute_v_scale, p, token, head);
   }
-}
-
-template <DType kInput, DType kKv>
-void launch_cache_write(const CacheWriteParams& params, unsigned num_ctas, cudaStream_t stream) {
-  ptx::launch(cache_write_kernel<kInput, kKv>, num_ctas, kCacheWriteThreads, 0, stream, params);
 }
 
 }  // namespace paged_attn

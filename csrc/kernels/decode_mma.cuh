@@ -22,7 +22,7 @@
 namespace paged_attn {
 
 // kDim: head_dim rounded up to 64, 128 or 256. kRows: 8 or 16, with private rings, or 128.
-template <DType kQuery, DType kKv, int kDim, int kRows>
+template <DType kKv, int kDim, int kRows>
 struct DecodeMma {
   static constexpr int kTileRows = kRows;
   static constexpr bool kShared = kRows > 16;
@@ -32,7 +32,7 @@ struct DecodeMma {
   static constexpr int kRings = kShared ? 1 : kWarps;
   using Ring = TokenRing<kKv, kDim, kWarps / kRings>;
   using Results = WarpResults<kRings, kWarpRows, kDim>;
-  using Warp = WarpAttention<kQuery, kKv, kDim, kWarpRows / 8, Ring>;
+  using Warp = WarpAttention<kKv, kDim, kWarpRows / 8, Ring>;
 
   struct Smem {
     union {
@@ -106,7 +106,7 @@ struct DecodeMma {
       if (work.result == Work::Result::kChunk) {
         write_chunk(p.decode, target, work.tile.chunk, d, value, lse);
       } else {
-        write_output<kQuery>(p.decode, target, d, value, lse);
+        write_output(p.decode, target, d, value, lse);
       }
     }
   };
@@ -166,7 +166,7 @@ struct DecodeMma {
       merge_and_write(writer, warp, smem);
     }
     if (work.result == Work::Result::kFragment) {
-      FragmentMerge<kQuery, kThreads, kRows>(p, work, smem.last).arrive();
+      FragmentMerge<kThreads, kRows>(p, work, smem.last).arrive();
     }
   }
 };
@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kMinCtas)
   }
 }
 
-template <DType kQuery, DType kKv, int kDim, int kRows>
+template <DType kKv, int kDim, int kRows>
 void launch_decode_mma(const DecodeMmaParams& params, unsigned num_ctas, cudaStream_t stream) {
-  using Kernel = DecodeMma<kQuery, kKv, kDim, kRows>;
+  using Kernel = DecodeMma<kKv, kDim, kRows>;
   ptx::launch(decode_mma_kernel<Kernel>, num_ctas, Kernel::kThreads, sizeof(typename Kernel::Smem),
               stream, params);
 }

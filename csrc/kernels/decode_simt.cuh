@@ -17,7 +17,7 @@
 namespace paged_attn {
 
 // kVecs: vectors of 8 elements that a lane holds of a row; 1 up to head_dim 256, 2 up to 512.
-template <DType kQuery, DType kKv, int kVecs>
+template <DType kKv, int kVecs>
 struct DecodeSimt {
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * ptx::kWarpSize;
@@ -95,8 +95,8 @@ struct DecodeSimt {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) rows[r].query[v][i] = rows[r].out[v][i] = 0.f;
         if (element(lanes, v) < p.shape.head_dim) {
-          load_floats<kQuery>(p.query.data, p.row(p.query, item.token, head) + element(lanes, v),
-                              /*aligned=*/false, rows[r].query[v]);
+          load_row_floats(p.query_dtype, p.query.data,
+                          p.row(p.query, item.token, head) + element(lanes, v), rows[r].query[v]);
         }
       }
     }
@@ -116,6 +116,15 @@ struct DecodeSimt {
     return value;
   }
 
+  static __device__ void load(const DecodeParams& p, const PoolView& pool, const Slot& slot,
+                              int64_t head, int element, float (&x)[kVector]) {
+    if constexpr (kKv == DType::kAny) {
+      load_row(p.kv_dtype, pool, slot, head, element, p.vector_aligned, x);
+    } else {
+      load_row<kKv>(pool, slot, head, element, p.vector_aligned, x);
+    }
+  }
+
   static __device__ void add_token(const DecodeParams& p, const Item& item, const Lanes& lanes,
                                    int64_t token, bool live, Row (&rows)[kRows]) {
     const Slot slot = find_slot(p.block_tables, item.query.seq, token, p.shape.block_size);
@@ -124,9 +133,8 @@ struct DecodeSimt {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       if (element(lanes, v) < p.shape.head_dim) {
-        load_row<kKv>(p.key_cache, slot, item.kv_head, element(lanes, v), p.vector_aligned, key[v]);
-        load_row<kKv>(p.value_cache, slot, item.kv_head, element(lanes, v), p.vector_aligned,
-                      value[v]);
+        load(p, p.key_cache, slot, item.kv_head, element(lanes, v), key[v]);
+        load(p, p.value_cache, slot, item.kv_head, element(lanes, v), value[v]);
       }
     }
     const float k_scale = scale_at(p.k_scale, slot, item.kv_head);
@@ -197,10 +205,10 @@ struct DecodeSimt {
   }
 };
 
-template <DType kQuery, DType kKv, int kVecs>
-__global__ void __launch_bounds__(DecodeSimt<kQuery, kKv, kVecs>::kThreads, 2)
+template <DType kKv, int kVecs>
+__global__ void __launch_bounds__(DecodeSimt<kKv, kVecs>::kThreads, 2)
     decode_simt_kernel(const __grid_constant__ DecodeParams p) {
-  using Kernel = DecodeSimt<kQuery, kKv, kVecs>;
+  using Kernel = DecodeSimt<kKv, kVecs>;
   auto& smem = ptx::shared_memory<typename Kernel::Smem>();
   const auto lanes = Kernel::make_lanes(p.shape.head_dim);
   const int64_t group = p.num_q_heads / p.shape.num_kv_heads;
@@ -237,17 +245,17 @@ __global__ void __launch_bounds__(DecodeSimt<kQuery, kKv, kVecs>::kThreads, 2)
           if (partial) {
             write_chunk(p, target, item.chunk, d, value, lse);
           } else {
-            write_output<kQuery>(p, target, d, value, lse);
+            write_output(p, target, d, value, lse);
           }
         });
     ptx::cta_sync();  // all have read it, before the next item overwrites it
   }
 }
 
-template <DType kQuery, DType kKv, int kVecs>
+template <DType kKv, int kVecs>
 void launch_decode_simt(const DecodeParams& params, unsigned num_ctas, cudaStream_t stream) {
-  using Kernel = DecodeSimt<kQuery, kKv, kVecs>;
-  ptx::launch(decode_simt_kernel<kQuery, kKv, kVecs>, num_ctas, Kernel::kThreads,
+  using Kernel = DecodeSimt<kKv, kVecs>;
+  ptx::launch(decode_simt_kernel<kKv, kVecs>, num_ctas, Kernel::kThreads,
               sizeof(typename Kernel::Smem), stream, params);
 }
 

@@ -11,9 +11,9 @@ namespace paged_attn {
 inline constexpr int kGatherThreads = 128;
 inline constexpr int kGatherRows = kGatherThreads / ptx::kWarpSize;
 
-template <DType kKv, DType kOutput>
-__device__ void gather_row(const RowsView& rows, const PoolView& pool, const ScaleView& scale,
-                           const GatherParams& p, int64_t row, int64_t head) {
+__device__ __forceinline__ void gather_row(const RowsView& rows, const PoolView& pool,
+                                           const ScaleView& scale, const GatherParams& p,
+                                           int64_t row, int64_t head) {
   const GatheredToken token = p.token(row);
   const int lane = threadIdx.x % ptx::kWarpSize;
   for (int element = lane * kVector; element < p.shape.head_dim;
@@ -21,16 +21,15 @@ __device__ void gather_row(const RowsView& rows, const PoolView& pool, const Sca
     float x[kVector] = {};
     if (token.seq >= 0) {
       const Slot slot = find_slot(p.block_tables, token.seq, token.position, p.shape.block_size);
-      load_row<kKv>(pool, slot, head, element, p.vector_aligned, x);
+      load_row(p.kv_dtype, pool, slot, head, element, p.vector_aligned, x);
       const float factor = scale_at(scale, slot, head);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) x[i] *= factor;
     }
-    store_floats<kOutput>(rows.data, rows.row(0, row, head) + element, /*aligned=*/false, x);
+    store_row_floats(p.output_dtype, rows.data, rows.row(0, row, head) + element, x);
   }
 }
 
-template <DType kKv, DType kOutput>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherParams p) {
   const int64_t num_rows = p.num_tokens * p.shape.num_kv_heads;
@@ -39,14 +38,9 @@ __global__ void __launch_bounds__(kGatherThreads)
        i < num_rows; i += stride) {
     const int64_t row = i / p.shape.num_kv_heads;
     const int64_t head = i % p.shape.num_kv_heads;
-    gather_row<kKv, kOutput>(p.key, p.key_cache, p.k_scale, p, row, head);
-    gather_row<kKv, kOutput>(p.value, p.value_cache, p.v_scale, p, row, head);
+    gather_row(p.key, p.key_cache, p.k_scale, p, row, head);
+    gather_row(p.value, p.value_cache, p.v_scale, p, row, head);
   }
-}
-
-template <DType kKv, DType kOutput>
-void launch_gather(const GatherParams& params, unsigned num_ctas, cudaStream_t stream) {
-  ptx::launch(gather_kernel<kKv, kOutput>, num_ctas, kGatherThreads, 0, stream, params);
 }
 
 }  // namespace paged_attn

@@ -12,7 +12,6 @@ inline constexpr int kMergeThreads = 128;
 inline constexpr int kMergeRows = kMergeThreads / ptx::kWarpSize;  // one warp a row
 
 // Chunks left to right, so that the bits depend on the sequence and chunk_size alone.
-template <DType kQuery>
 __global__ void __launch_bounds__(kMergeThreads)
     combine_chunks_kernel(const __grid_constant__ DecodeParams p) {
   const int lane = threadIdx.x % ptx::kWarpSize;
@@ -45,13 +44,12 @@ __global__ void __launch_bounds__(kMergeThreads)
         const float weight = total.weight_of(lse[chunk]);
         value += weight * p.partial_out[(row * p.max_chunks + chunk) * p.shape.head_dim + d];
       }
-      store_float<kQuery>(p.out.data, p.row(p.out, token, head) + d, value * inverse);
+      store_row_float(p.query_dtype, p.out.data, p.row(p.out, token, head) + d, value * inverse);
     }
     if (lane == 0 && p.lse != nullptr) p.lse[row] = total.lse();
   }
 }
 
-template <DType kType>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_states_kernel(const __grid_constant__ MergeParams p) {
   const int lane = threadIdx.x % ptx::kWarpSize;
@@ -69,23 +67,13 @@ __global__ void __launch_bounds__(kMergeThreads)
     for (int d = lane; d < p.head_dim; d += ptx::kWarpSize) {
       const int64_t offset = row * p.head_dim + d;
       // A side without weight is not read: it may hold anything.
-      const float a = weight_a == 0.f ? 0.f : weight_a * load_float<kType>(p.out_a, offset);
-      const float b = weight_b == 0.f ? 0.f : weight_b * load_float<kType>(p.out_b, offset);
-      store_float<kType>(p.out, offset, (a + b) * inverse);
+      const float a = weight_a == 0.f ? 0.f : weight_a * load_row_float(p.dtype, p.out_a, offset);
+      const float b = weight_b == 0.f ? 0.f : weight_b * load_row_float(p.dtype, p.out_b, offset);
+      store_row_float(p.dtype, p.out, offset, (a + b) * inverse);
     }
     ptx::warp_sync();  // every lane has read lse_a and lse_b, which lse may overwrite
     if (lane == 0) p.lse[row] = total.lse();
   }
-}
-
-template <DType kQuery>
-void launch_combine_chunks(const DecodeParams& params, unsigned num_ctas, cudaStream_t stream) {
-  ptx::launch(combine_chunks_kernel<kQuery>, num_ctas, kMergeThreads, 0, stream, params);
-}
-
-template <DType kType>
-void launch_merge_states(const MergeParams& params, unsigned num_ctas, cudaStream_t stream) {
-  ptx::launch(merge_states_kernel<kType>, num_ctas, kMergeThreads, 0, stream, params);
 }
 
 }  // namespace paged_attn

@@ -8,11 +8,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.utils.cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "csrc"))
+import build_native  # noqa: E402
+
 EMULATOR = Path(__file__).resolve().parent.relative_to(ROOT)
 BUILD = Path("build/emulator")
 CODE = Path("csrc")
@@ -41,12 +45,20 @@ HOST_FLAGS = "-O2"
 TORCH_FLAGS = "-O1 -DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
+class Source(NamedTuple):
+    """A file to compile, and how."""
+
+    path: Path
+    flags: str
+    name: str = ""  # of the object, where a file is compiled several times
+
+
 @dataclass(frozen=True)
 class Target:
-    """A shared library: its name, sources with their flags, and flags for the linker."""
+    """A shared library: its name, what it is compiled of, and flags for the linker."""
 
     name: str
-    sources: Sequence[tuple[Path, str]]
+    sources: Sequence[Source]
     link_flags: str
     code: Path = CODE  # of the product: mutate.py has another
 
@@ -64,11 +76,18 @@ def _suffix(hooks: bool) -> str:
     return "_hooks" if hooks else ""
 
 
-def _sources(pattern: str, flags: str) -> list[tuple[Path, str]]:
-    return [(path.relative_to(ROOT), flags) for path in sorted(ROOT.glob(pattern))]
+def _sources(pattern: str, flags: str) -> list[Source]:
+    return [Source(path.relative_to(ROOT), flags) for path in sorted(ROOT.glob(pattern))]
 
 
-def _core() -> list[tuple[Path, str]]:
+def _units(code: Path, flags: str) -> list[Source]:
+    return [
+        Source(code / unit.source, f"{flags} {unit.define()}", f"{code}/kernels/{unit.name}")
+        for unit in build_native.units(ROOT / code)
+    ]
+
+
+def _core() -> list[Source]:
     return _sources(f"{EMULATOR}/core/*.cpp", HOST_FLAGS)
 
 
@@ -90,20 +109,20 @@ def product_target(hooks: bool = False, code: Path = CODE) -> Target:
     namespace = f"-DEMULATOR_NAMESPACE={NAMESPACE}{_suffix(hooks)}"
     # The other backends' devices and registrations.
     bindings = [
-        (path, flags)
-        for path, flags in _sources(f"{code}/bindings/*.cpp", torch_flags)
-        if not path.name.startswith(("register_", "device_c"))
+        source
+        for source in _sources(f"{code}/bindings/*.cpp", torch_flags)
+        if not source.path.name.startswith(("register_", "device_c"))
     ]
     return Target(
         f"lib{NAMESPACE}{_suffix(hooks)}.so",
         [
             # First: of a function that is in several object files the linker takes the first, and
             # the kernels' have the hooks.
-            *_sources(f"{code}/kernels/inst/*.cu", _kernel_flags(hooks)),
+            *_units(code, _kernel_flags(hooks)),
             *_core(),
             # It is no part of the stable interface of torch that the ops keep to.
-            (EMULATOR / "allocator.cpp", f"-O1 {includes}"),
-            *((EMULATOR / name, f"{torch_flags} {namespace}") for name in _BINDINGS),
+            Source(EMULATOR / "allocator.cpp", f"-O1 {includes}"),
+            *(Source(EMULATOR / name, f"{torch_flags} {namespace}") for name in _BINDINGS),
             *_sources(f"{code}/cuda/*.cpp", KERNEL_FLAGS),
             *bindings,
         ],
@@ -130,11 +149,11 @@ def _ninja_file(target: Target) -> str:
         "  description = $out",
     ]
     objects = []
-    for source, flags in target.sources:
+    for path, flags, name in target.sources:
         # A directory for each library: two ninja files must not claim one object.
-        output = target.folder / Path(target.name).stem / f"{source}.o"
+        output = target.folder / Path(target.name).stem / f"{name or path}.o"
         objects.append(str(output))
-        lines += [f"build {output}: compile {source}", f"  flags = {flags}"]
+        lines += [f"build {output}: compile {path}", f"  flags = {flags}"]
     library = target.folder / target.name
     lines += [f"build {library}: link {' '.join(objects)}", f"  flags = {target.link_flags}"]
     return "\n".join(lines) + "\n"

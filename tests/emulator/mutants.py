@@ -242,7 +242,7 @@ def write_mutants() -> list[Mutant]:
         target / "cuda/mutant.cpp": _SOURCE,
     }
     for path in sorted((ROOT / "csrc").rglob("*")):
-        if path.is_dir() or path.suffix not in (".h", ".cuh", ".cu", ".cpp"):
+        if path.is_dir() or path.suffix not in (".h", ".cuh", ".cu", ".cpp", ".def"):
             continue
         name = path.relative_to(ROOT / "csrc")
         text = path.read_text()

@@ -52,13 +52,16 @@ class Count:
 
 @dataclass
 class Traffic:
-    """The global memory traffic of a launch by source line, or PTX line where there is none."""
+    """The global memory traffic of a launch by the size of an access and where it stands: the
+    source line, or the PTX line where there is none."""
 
     reads: dict[str, Count] = field(default_factory=dict)
     writes: dict[str, Count] = field(default_factory=dict)
 
-    def total(self, *, write: bool) -> Count:
-        counts = (self.writes if write else self.reads).values()
+    def total(self, *, write: bool, size: int | None = None) -> Count:
+        """The sum, of the accesses of `size` bytes if that is given."""
+        places = self.writes if write else self.reads
+        counts = [c for place, c in places.items() if size in (None, int(place.split()[0]))]
         return Count(
             sum(c.requests for c in counts),
             sum(c.num_bytes for c in counts),
@@ -146,7 +149,8 @@ class GlobalMemory:
         if self.traffic is None:
             return
         places = self.traffic.writes if write else self.traffic.reads
-        count = places.setdefault(where.source or f"PTX line {where.line}", Count())
+        line = where.source or f"PTX line {where.line}"
+        count = places.setdefault(f"{size:2} bytes at {line}", Count())
         warp = warps.astype(np.int64)
         first, last = addresses.astype(np.int64) >> 5, (addresses.astype(np.int64) + size - 1) >> 5
         count.requests += len(np.unique(warp))

@@ -124,10 +124,7 @@ class Runtime:
         return _files(tuple(self.ptx[arch]))
 
     def program(self, kernel: str) -> Program:
-        path = self.files(self.arch).get(kernel)
-        if path is None:  # it was compiled for another architecture alone
-            path = next(files[kernel] for arch in ARCHS if kernel in (files := self.files(arch)))
-        return _program(path, kernel, self.edit)
+        return _program(self.files(self.arch)[kernel], kernel, self.edit)
 
     def on_tensor(self, op: bytes, data: int | None, num_bytes: int) -> None:
         """A tensor that an op body made: kernels may touch it while the op runs."""

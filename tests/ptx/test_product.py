@@ -1,4 +1,4 @@
-"""Every instance of csrc/kernels/inst, from nvcc's output, against the oracle or exact bytes."""
+"""Every kernel instance, from nvcc's output, against the oracle or exact bytes."""
 
 from __future__ import annotations
 
@@ -25,26 +25,32 @@ HEAD_DIMS = {1: 72, 2: 512}  # vectors a lane, and a head_dim that takes them
 MMA_PAIRS = [pair for pair in DTYPE_PAIRS if pair[0] != torch.float32]
 MMA_SHAPES = list(itertools.product((64, 128, 256), (8, 16, 128)))  # head_dim, rows
 QUERY_LENS: dict[int, int | tuple[int, ...]] = {8: 1, 16: (1, 1, 2, 0, 14), 128: (1, 1, 2, 0, 45)}
+# Of these there is one instance each.
+ONES = ("plan_kernel", "append_slots_kernel", "combine_chunks_kernel", "merge_states_kernel",
+        "cache_write_kernel", "gather_kernel", "block_copy_kernel")  # fmt: skip
 GATHERS = list(itertools.product(ALL_DTYPES, FLOAT_DTYPES))
 EIGHT = ("token", "head", "tensor")
 
 
-def instance(kernel: str, *arguments: torch.dtype | int) -> str:
-    """The part of the mangled name that tells instances apart."""
-    parts, seen = [], False
+def instance(kernel: str, *arguments: torch.dtype | int | None) -> str:
+    """The part of the mangled name that tells instances apart; None is any dtype."""
+    parts = []
     for argument in arguments:
         if isinstance(argument, int):
             parts.append(f"Li{argument}E")
-            continue
-        parts.append(f"L{'S1_' if seen else 'NS_5DTypeE'}{ALL_DTYPES.index(argument)}E")
-        seen = True
+        else:
+            number = len(ALL_DTYPES) if argument is None else ALL_DTYPES.index(argument)
+            parts.append(f"LNS_5DTypeE{number}E")
     return f"{len(kernel)}{kernel}" + (f"I{''.join(parts)}E" if parts else "")
 
 
-def mma_instance(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rows: int) -> str:
+def simt_instance(kv_dtype: torch.dtype, vectors: int) -> str:
+    return instance("decode_simt_kernel", kv_dtype if vectors == 1 else None, vectors)
+
+
+def mma_instance(kv_dtype: torch.dtype, head_dim: int, rows: int) -> str:
     """The same of the tensor-core kernel, whose argument is a type."""
-    query, kv = ALL_DTYPES.index(dtype), ALL_DTYPES.index(kv_dtype)
-    arguments = f"LNS_5DTypeE{query}ELS2_{kv}ELi{head_dim}ELi{rows}E"
+    arguments = f"LNS_5DTypeE{ALL_DTYPES.index(kv_dtype)}ELi{head_dim}ELi{rows}E"
     return f"17decode_mma_kernelINS_9DecodeMmaI{arguments}"
 
 
@@ -59,17 +65,11 @@ def assert_ran(*instances: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_instances_below_are_all_there_are(nvcc: None, arch: int) -> None:
-    mma_dtype = torch.bfloat16 if arch == 80 else torch.float16
     expected = [
-        *(instance("decode_simt_kernel", *p, v) for p in DTYPE_PAIRS for v in HEAD_DIMS),
-        *(mma_instance(*p, *m) for p in MMA_PAIRS if p[0] == mma_dtype for m in MMA_SHAPES),
-        instance("plan_kernel"),
-        instance("append_slots_kernel"),
-        *(instance("combine_chunks_kernel", d) for d in FLOAT_DTYPES),
-        *(instance("merge_states_kernel", d) for d in FLOAT_DTYPES),
-        *(instance("cache_write_kernel", *pair) for pair in DTYPE_PAIRS),
-        *(instance("gather_kernel", *pair) for pair in GATHERS),
-        instance("block_copy_kernel"),
+        *(simt_instance(kv_dtype, 1) for kv_dtype in ALL_DTYPES),
+        simt_instance(torch.float16, 2),
+        *(mma_instance(kv_dtype, *shape) for kv_dtype in ALL_DTYPES[1:] for shape in MMA_SHAPES),
+        *map(instance, ONES),
     ]
     texts = runtime.load().files(arch)
     names = [name for name, path in texts.items() if path.parent.name != "wrappers"]
@@ -115,8 +115,8 @@ def test_decode(ptx: Backend, dtype: Any, kv_dtype: Any, vectors: int) -> None:
     inputs = build(case)
     out, lse = attend(inputs.on(ptx))
     assert_accurate(out, inputs, lse)
-    decode = instance("decode_simt_kernel", dtype, kv_dtype, vectors)
-    combine = [instance("combine_chunks_kernel", dtype)] if vectors == 2 else []
+    decode = simt_instance(kv_dtype, vectors)
+    combine = [instance("combine_chunks_kernel")] if vectors == 2 else []
     assert_ran(decode, *combine)
 
 
@@ -153,10 +153,10 @@ def test_tensor_core_decode(
     out, lse = attend(inputs.on(ptx))
     assert_accurate(out, inputs, lse)
     if chunked:  # each ragged call has sequences for both
-        decode = [mma_instance(dtype, kv_dtype, head_dim, size) for size in (16, 128)]
-        assert_ran(*decode, instance("combine_chunks_kernel", dtype))
+        decode = [mma_instance(kv_dtype, head_dim, size) for size in (16, 128)]
+        assert_ran(*decode, instance("combine_chunks_kernel"))
     else:
-        assert_ran(instance("plan_kernel"), mma_instance(dtype, kv_dtype, head_dim, rows))
+        assert_ran(instance("plan_kernel"), mma_instance(kv_dtype, head_dim, rows))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
@@ -192,7 +192,7 @@ def test_merge_states(ptx: Backend, dtype: torch.dtype) -> None:
     allowed = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert torch.allclose(out.double(), want, rtol=allowed, atol=allowed)
     assert torch.allclose(lse.double(), want_lse, rtol=0, atol=1e-5)
-    assert_ran(instance("merge_states_kernel", dtype))
+    assert_ran(instance("merge_states_kernel"))
 
 
 def rows_of(count: int, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -247,7 +247,7 @@ def test_cache_write(ptx: Backend, dtype: Any, kv_dtype: Any, scale_kind: str) -
         assert torch.equal(raw(mine[which]), raw(pools[which]))
         if small:
             assert same_bits(given[which], scales[which])
-    assert_ran(instance("cache_write_kernel", dtype, kv_dtype))
+    assert_ran(instance("cache_write_kernel"))
 
 
 @pytest.mark.parametrize(("kv_dtype", "dtype"), GATHERS, ids=dtype_id)
@@ -285,7 +285,7 @@ def test_gather(ptx: Backend, kv_dtype: Any, dtype: Any) -> None:
     for mine, rows in zip(got, want, strict=True):
         assert same_bits(mine[:10], rows)
         assert not mine[10:].any()
-    assert_ran(instance("gather_kernel", kv_dtype, dtype))
+    assert_ran(instance("gather_kernel"))
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "last_dim", "padded", "unaligned"])
@@ -326,9 +326,8 @@ def test_append_slots(ptx: Backend) -> None:
     assert isinstance(want, torch.Tensor)
     assert isinstance(out, torch.Tensor)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-    f32 = torch.float32
     assert_ran(
         instance("append_slots_kernel"),
-        instance("cache_write_kernel", f32, f32),
-        instance("decode_simt_kernel", f32, f32, 1),
+        instance("cache_write_kernel"),
+        simt_instance(torch.float32, 1),
     )
